@@ -94,8 +94,9 @@ def test_with_groups_the_largest_are_sized(tmp_path, monkeypatch, capsys):
     plan, job = read_recipe_as_plan(recipe, overrides, JobOptions(ClusterOptions()))
     drawn = predictions(plan, job.workload, job.cost, 40, balancing=job.balancing)
     peaks = [int(prediction.peak_bytes.max()) for prediction in drawn]
-    # 40 draws meet every step of this epoch, and the fullest group is in one of them.
-    assert shown == [max(peaks)] and min(peaks) < max(peaks)
+    # 40 draws meet the fullest group, but not beside the one that works with most, as the step that is sized has it.
+    (sized,) = shown
+    assert min(peaks) < max(peaks) <= sized == pytest.approx(max(peaks), rel=1e-3)
     assert np.unique(peaks).size > 2
 
 

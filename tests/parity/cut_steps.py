@@ -59,7 +59,7 @@ class Cut:
 
 
 @cache
-def _mesh_of(shard_size: int | None) -> Mesh:
+def mesh_of(shard_size: int | None) -> Mesh:
     return build_mesh(rank_device(), shard_size=shard_size)
 
 
@@ -70,18 +70,18 @@ def errors_of_cut(cut: Cut, cuts_something: bool = False) -> dict[str, float]:
 
     cuts_something: fails, too, where ranks share no item, or not in the degrees of the case.
     """
-    case, mesh = cut.case, _mesh_of(cut.case.fsdp.shard_size)
-    examples, model = _examples_of(cut), _model_of(cut).to(mesh.device)
+    case, mesh = cut.case, mesh_of(cut.case.fsdp.shard_size)
+    examples, model = _examples_of(cut), model_of(cut).to(mesh.device)
     keys = example_keys(7, 1, np.arange(len(examples))) if cut.dropout else None
     shard(model, mesh, case.fsdp)
-    decided = list(_decided(cut, model, mesh))
+    steps = list(decided(cut, model, mesh))
     if cuts_something:
-        decisions = [decision for decision, _, _ in decided]
+        decisions = [decision for decision, _, _ in steps]
         assert any(decision.shares_items for decision in decisions), f"{cut}: nothing is cut"
         for degrees, phase in ((cut.degrees, "backbone"), (cut.items, phase_of(cut.tower))):
             if degrees:
                 assert set(degrees) - {1} <= set(decisions[0].cuts_of(phase).degrees.values()), cut
-    batches = [_assembled(decision, lengths, of, mesh).to(mesh.device) for decision, lengths, of in decided]
+    batches = [assembled(decision, lengths, of, mesh).to(mesh.device) for decision, lengths, of in steps]
     if keys is not None:
         parts = np.array_split(np.arange(len(examples)), case.num_microbatches)
         batches = [batch.with_draws(keys[part]) for batch, part in zip(batches, parts, strict=True)]
@@ -96,7 +96,7 @@ def errors_of_cut(cut: Cut, cuts_something: bool = False) -> dict[str, float]:
     )
     if mesh.rank:
         return {}
-    reference = _model_of(cut)
+    reference = model_of(cut)
     loss = reference_step(reference, examples, keys=keys)
     expected = {name: p.grad for name, p in reference.named_parameters()}
     norm = sum(float(g.square().sum()) for g in expected.values() if g is not None) ** 0.5
@@ -109,7 +109,7 @@ def errors_of_cut(cut: Cut, cuts_something: bool = False) -> dict[str, float]:
     return errors
 
 
-def _model_of(cut: Cut) -> MLLM:
+def model_of(cut: Cut) -> MLLM:
     readers = "sum" if cut.enters_again else cut.case.readers
     stacked = STACKED.get(cut.tower, 0)
     model = build_model(torch.float64, cut.case.frozen, readers, cut.case.family, stacked)
@@ -133,7 +133,7 @@ def _examples_of(cut: Cut) -> list[LoadedExample]:
     return [with_patches(example, case.seed, cut.tower) for example in drawn] if cut.tower else drawn
 
 
-def _decided(cut: Cut, model: MLLM, mesh: Mesh) -> Iterator[tuple[Decision, BatchLengths, list[LoadedExample]]]:
+def decided(cut: Cut, model: MLLM, mesh: Mesh) -> Iterator[tuple[Decision, BatchLengths, list[LoadedExample]]]:
     """By microbatch: what is decided, lengths, examples."""
     examples, case = _examples_of(cut), replace(cut.case, method=cut.method) if cut.method else cut.case
     orchestrator = orchestrator_of(model, mesh.num_ranks, case)
@@ -153,7 +153,7 @@ def _decided(cut: Cut, model: MLLM, mesh: Mesh) -> Iterator[tuple[Decision, Batc
         yield decision, lengths, chosen
 
 
-def _assembled(decision: Decision, lengths: BatchLengths, examples: list[LoadedExample], mesh: Mesh) -> RankBatch:
+def assembled(decision: Decision, lengths: BatchLengths, examples: list[LoadedExample], mesh: Mesh) -> RankBatch:
     items = {p: [m for e in examples for q, m in zip(e.sequence.media, e.media) if q == p] for p in lengths.items}
     return assemble(
         decision,

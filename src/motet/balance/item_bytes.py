@@ -3,6 +3,7 @@
 A rank keeps all of its items from their forward to their backward pass. Beside that it has what one layer works on. Of
 a cut item it has a share, and copies of the keys and values of the rest, which its rows see in attention. Some layers
 have an item whole all the same, on the rank with its largest fragment: those in which a merge of the user's own has it.
+So has that rank the rows of encoders which the merge takes in; without one they are shared out as the sequence is.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class ItemBytes:
     working: int64 [num_items, num_kinds], beside that, while a layer of a kind runs.
     most:    int64 [num_kinds], the most that a kind works on at once, whatever the rank has (logits come in pieces).
     copied, copied_working: as `kept` and `working`, of copies of the keys and values of all of an item's rows.
-    whole:   of layers that have items whole, cut or not; None: there are none. All else is of the other layers.
+    whole:   of layers that have items whole, cut or not, and of what is taken in there; None: there are none. All else
+             is of the other layers.
 
     Example:
         A rank with a quarter of an item keeps a quarter of it, and copies of three quarters:

@@ -22,9 +22,11 @@
 - Merges (`ModelSpec.takes_whole`). Where a merge of the user's own takes sequences whole, one of the ranks that share a
   sequence has all of its rows in the embedding and in the merge, and all others have none. Keys of images beside a
   sequence are whole on the rank that has its first rows (`Layer.makes_keys`).
+- Rows of encoders (`taken_bytes`). A stage of the backbone keeps those that it takes in, with what enters inner layers
+  (DeepStack), until its backward pass: their gradient is collected there.
 
-Not counted: fragmentation, buffers of communication libraries, and temporaries of the optimizer's step, which runs when
-no activations are left.
+Not counted: fragmentation, buffers of communication libraries, temporaries of the optimizer's step, which runs when no
+activations are left, and what a stage hands on, on its own rank until backward.
 """
 
 from __future__ import annotations
@@ -333,18 +335,38 @@ def _block_layers(
         yield StageLayer(name, layer, needs_input, recomputed, in_parts, and_whole)
 
 
+def taken_bytes(model: ModelSpec, spans: Spans, element_bytes: int, *, by_stage: bool) -> dict[str, int]:
+    """Bytes that a stage with these blocks keeps from forward to backward of each row of an encoder that it takes in
+    for the backbone, by encoder; only of those of which it keeps some. Tensor-parallel ranks have whole rows.
+
+    by_stage: it is a stage of a pipeline, which keeps the rows of frozen encoders, too.
+    However many of its blocks take the rows in, a stage has them once.
+    """
+    blocks = range(*spans[BACKBONE]) if BACKBONE in spans and model.learners(BACKBONE) else range(0)
+    found = {}
+    for name in model.sources(BACKBONE):
+        (layer, has_gradient), entries = model.moved(name), model.entries(name, BACKBONE)
+        are_read_again = entries[0] > 0  # Keys, which products of several layers read.
+        if (by_stage or has_gradient or are_read_again) and any(block in blocks for block in entries):
+            found[name] = layer.output_width * element_bytes
+    return found
+
+
 def held_elements(model: ModelSpec, recompute: Mapping[str, int]) -> dict[str, int]:
     """Elements that forward keeps for backward for a unit of an item's length, by module; rows added to items are not.
+    What the backbone keeps of an encoder's rows is with the encoder.
 
     recompute: as in `stage_layers`.
     """
-    held = {}
+    held, taken = {}, taken_bytes(model, {BACKBONE: (0, model.num_blocks[BACKBONE])}, 1, by_stage=False)
     for name, count in model.num_blocks.items():
         widths = [
             activation_bytes(each.layer, 1, element_bytes=1, recomputed=each.recomputed) / each.layer.divisor
             for each in stage_layers(model, {name: (0, count)}, recompute)
             if each.has_backward and not each.layer.targets_only and not each.layer.item_rows
         ]
+        if name in taken and not (layer := model.moved(name)[0]).item_rows:
+            widths.append(taken[name] / layer.divisor)
         held[name] = math.ceil(sum(widths))
     return held
 

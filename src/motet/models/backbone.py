@@ -47,7 +47,7 @@ from motet.models.families.supported import check_backbone
 from motet.models.families.text import TextModel
 from motet.models.key_items import KeyItems
 from motet.models.layers import LayerModules, frozen_to_eval, weighted_callbacks
-from motet.models.merge import merge_rows, places_of
+from motet.models.merge import added_at, merge_rows, places_of
 from motet.models.rotary import document_lengths, use_document_rotary
 from motet.models.router_loss import RouterLoss
 from motet.models.table_items import TableItems
@@ -540,7 +540,7 @@ class Backbone(nn.Module):
             """hidden [1, total, dim]. inner: of another encoder that enters before the same block."""
             rows = self._part(name, features[name], number).to(hidden.dtype)
             hidden = hidden if inner is None else inner(hidden)
-            return hidden.index_add(1, places_of(name, rows, sequences), rows[None])
+            return added_at(hidden, places_of(name, rows, sequences), rows)
 
         added = [name for name in features if name not in self.keys]
         entered = [(name, block) for name in added for block in self.again.get(name, ())]

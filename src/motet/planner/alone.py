@@ -20,9 +20,9 @@ from motet.core.plan import MOVES_ITEMS, Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.flops import work_of_items
-from motet.cost.memory import LayerBytes, StageLayer, plan_precision, stage_layers, stage_memory
+from motet.cost.memory import LayerBytes, StageLayer, plan_precision, stage_layers, stage_memory, taken_bytes
 from motet.schedule import PlannedStage, planned
-from motet.schedule.plan_units import sharing_ranks
+from motet.schedule.plan_units import cuts_beside_sequences, on_backbone_ranks, sharing_ranks
 from motet.simulate.predict.memory import MAX_LOGITS
 from motet.simulate.predict.tied import tied_apart, untied
 
@@ -63,6 +63,10 @@ def bytes_alone(
                 )
                 kept[placed.module] += layers.count(placed) * once
                 working[placed.module] = np.maximum(working[placed.module], beside)
+            by_stage = plan.schedule != "data_parallel"
+            taken = taken_bytes(plan.model, stage.layers, precision.compute, by_stage=by_stage) if trains else {}
+            for name, row_bytes in taken.items():
+                kept[BACKBONE] += row_bytes * rows.taken_in(name, stage)
         if _is_together(plan, stages[0].unit):
             needed_here = sum(kept.values()) + np.max(list(working.values()), axis=0)
         else:
@@ -142,6 +146,23 @@ class _Rows:
         np.maximum.at(longest, items.example, self._fragment(name, rows, self._num_cutting(name, stage)))
         num_sharing = sharing_ranks(self._plan, stage.unit)
         return np.maximum(longest, np.bincount(items.example, rows, num_examples) / num_sharing)
+
+    def taken_in(self, name: str, stage: PlannedStage) -> Float64Array:
+        """Rows of an encoder that the rank takes in which takes in most of them, [num_examples].
+
+        Data parallelism takes rows to the ranks of their places, or all to the one that merges their sequence.
+        """
+        plan, items, num_sharing = self._plan, self._lengths.of(name), self._num_sharing(BACKBONE, stage)
+        rows = items.num_tokens.astype(np.float64)
+        every = np.bincount(items.example, rows, self._lengths.num_examples).astype(np.float64)
+        if plan.schedule == "data_parallel":
+            return every if plan.model.merges else every / num_sharing
+        if stage.unit.cp == 1 and not cuts_beside_sequences(plan, name):
+            return every
+        is_here, longest = name in on_backbone_ranks(plan), np.zeros(len(every))
+        own = self._fragment(name, rows, self._num_sharing(name, stage)) if is_here else rows
+        np.maximum.at(longest, items.example, own)
+        return np.maximum(longest, every / num_sharing)
 
     def _fragment(self, name: str, rows: Float64Array, num_ranks: int) -> Float64Array:
         """The rows of the largest fragment of each item over so many ranks, [num_items]; of whole tiles, where it has

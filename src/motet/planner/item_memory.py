@@ -17,7 +17,7 @@ from motet.core.plan import Plan
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.flops import work_of_items
-from motet.cost.memory import USABLE_MEMORY, LayerBytes, StageLayer, plan_precision, stage_layers
+from motet.cost.memory import USABLE_MEMORY, LayerBytes, StageLayer, plan_precision, stage_layers, taken_bytes
 from motet.planner.alone import fixed_bytes, layer_bytes, on_ranks
 from motet.simulate.predict.memory import MAX_LOGITS
 
@@ -46,6 +46,7 @@ class RankMemory:
         (stages,), self._model = on_ranks(plan), plan.model
         self._tp, self._precision = plan.unit_of(BACKBONE).tp, plan_precision(plan)
         self._layers: dict[str, Counter[StageLayer]] = {module.name: Counter() for module in plan.model.modules}
+        (self._spans,) = (stage.layers for stage in stages if BACKBONE in stage.layers)
         self._tiled = {module.name for module in plan.model.modules if module.tile_rows}  # Nothing is copied.
         for stage in stages:
             for placed in stage_layers(plan.model, stage.layers, stage.recomputed):
@@ -58,17 +59,28 @@ class RankMemory:
 
     def _of_layers(self, name: str, lengths: BatchLengths) -> ItemBytes:
         """What the items of a phase take: in layers that have them whole, and in all others."""
-        layers = self._layers[name]
+        layers, nothing = self._layers[name], np.zeros(lengths.of(name).num_items)
+        taken = self._taken(lengths) if name == BACKBONE else nothing
+        if name != BACKBONE or not self._model.merges:
+            return self._of(name, layers, lengths, taken)
+        # The rank that merges a sequence takes in the rows of all of its items.
         whole = {placed: times for placed, times in layers.items() if self._model.takes_whole(name, placed.layer)}
-        if not whole:
-            return self._of(name, layers, lengths)
         others = {placed: times for placed, times in layers.items() if placed not in whole}
-        return replace(self._of(name, others, lengths), whole=self._of(name, whole, lengths))
+        return replace(self._of(name, others, lengths, nothing), whole=self._of(name, whole, lengths, taken))
 
-    def _of(self, name: str, layers: Mapping[StageLayer, int], lengths: BatchLengths) -> ItemBytes:
+    def _taken(self, lengths: BatchLengths) -> Float64Array:
+        """Bytes of rows of encoders that each sequence takes in, [num_examples]."""
+        taken, element_bytes = np.zeros(lengths.num_examples), self._precision.compute
+        for name, row_bytes in taken_bytes(self._model, self._spans, element_bytes, by_stage=False).items():
+            items = lengths.of(name)
+            taken += row_bytes * np.bincount(items.example, items.num_tokens, lengths.num_examples)
+        return taken
+
+    def _of(self, name: str, layers: Mapping[StageLayer, int], lengths: BatchLengths, taken: Float64Array) -> ItemBytes:
+        """In these layers. taken: bytes that each item keeps beside them, [num_items]."""
         items = lengths.of(name)
         count, targets = items.num_items, lengths.num_targets if name == BACKBONE else None
-        kept, copied = np.zeros(count), np.zeros(count)
+        kept, copied = taken.copy(), np.zeros(count)
         working, copied_working, most = list[Float64Array](), list[Float64Array](), list[int]()
         for placed, times in layers.items():
             layer, size = placed.layer, LayerBytes.of(placed, 1.0, self._tp, self._precision)

@@ -33,6 +33,7 @@ from motet.cost.memory import (
     mixed_precision,
     parameters_of_rank,
     stage_layers,
+    taken_bytes,
     updated_of_rank,
 )
 from motet.cost.model import CostModel, Work, backward_seconds
@@ -54,7 +55,8 @@ class BlockCosts:
                            layers are trainable; it is without recomputation.
     deferred_s:            the part of backward_s that comes in W where backward is split (`Layer.defers_weights`).
     recompute_s:           what recomputing the block adds to backward.
-    kept_bytes:            activations of the largest microbatch that are kept for backward.
+    kept_bytes:            activations of the largest microbatch that are kept for backward; rows of encoders are with
+                           the first block that takes them in.
     saved_bytes:           the part of kept_bytes that recomputing the block saves.
     output_bytes:          output of a mean microbatch, which is sent if a pipeline is cut after the block.
     parameters, trainable: parameters that the rank holds, and those of them that are updated.
@@ -244,6 +246,17 @@ class Job:
         padded = self.model.module(name).padded
         return work_of_items(layer, items, microbatch, count, padded=padded, num_targets=targets)
 
+    def taken_rows(self, name: str, num_examples: int) -> float:
+        """Rows of an encoder that the backbone takes in, in the largest microbatch of num_examples examples."""
+        items, microbatch, count, _ = self._microbatches(name, num_examples)
+        return float(np.bincount(microbatch, items.num_tokens, count).max())
+
+    def taken_bytes(self, num_examples: int) -> dict[str, float]:
+        """By encoder, what a stage of the backbone keeps of these rows."""
+        spans = {BACKBONE: (0, self.model.num_blocks[BACKBONE])}
+        row_bytes = taken_bytes(self.model, spans, self.mixed_precision(pipeline=True).compute, by_stage=True)
+        return {name: size * self.taken_rows(name, num_examples) for name, size in row_bytes.items()}
+
     def why_unpriced(self, tp: int) -> str:
         """Why the cost model has no times at this tensor-parallel degree, as a sentence; "" if it has. Cached."""
         why: str = self._why_unpriced(tp)
@@ -312,6 +325,9 @@ class Job:
                 priced[placed] = self._price_layer(name, placed, num_examples, tp)
             columns[:, block] += priced[placed]
             columns[output, block] = priced[placed][output]  # The output of the block is that of its last layer.
+        if name == BACKBONE:
+            for source, size_bytes in self.taken_bytes(max(round(num_examples), 1)).items():
+                columns[fields.index("kept_bytes"), self.model.entries(source, name)[0]] += size_bytes
         return BlockCosts(*columns)
 
     def _price_layer(self, name: str, placed: StageLayer, num_examples: float, tp: int) -> Float64Array:

@@ -170,9 +170,7 @@ class AutoRecompute:
 
     def _fit(self, lengths: BatchLengths, own: Mapping[str, Int64Array], limit_bytes: float) -> Fit:
         """The least recomputation for these items of each module."""
-        items = {name: lengths.of(name).take_items(chosen) for name, chosen in own.items()}
-        load = load_alone(self.job, items, int(lengths.num_targets[own[BACKBONE]].sum()))
-        return fit_recomputation(load, self._state, limit_bytes, "least")
+        return fit_recomputation(load_alone(self.job, lengths, own), self._state, limit_bytes, "least")
 
     def correction(self, device_type: str, peak_bytes: Callable[[], int]) -> PeakCorrection:
         """The correction of one rank's predicted bytes. peak_bytes: as of `PeakCorrection`."""

@@ -91,14 +91,14 @@ def test_with_nothing_pinned_more_nodes_are_what_is_left():
 
 @pytest.mark.slow
 def test_the_nodes_that_are_named_are_the_fewest_by_any_strategy():
-    given = job(memory_mbytes=80)
+    given = job(memory_mbytes=82)
     quick = {name: one for name, one in STRATEGIES.items() if not isinstance(one, PruningStrategy)}
     (remedy,) = would_fit(given, quick, Pins(), RuledOut("chain", "", "a rank lacks memory", 1.0))
     match = re.fullmatch(r"(\d+) nodes \((.+)\)", remedy)
     assert match and match[2] != "chain"
 
     def fits_on(num_nodes: int, *names: str) -> bool:
-        larger = job(memory_mbytes=80, num_nodes=num_nodes)
+        larger = job(memory_mbytes=82, num_nodes=num_nodes)
         return any(isinstance(one, Candidate) for name in names for one in quick[name](larger, Pins()))
 
     num_nodes = int(match[1])

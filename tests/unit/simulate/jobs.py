@@ -260,6 +260,30 @@ def _rows(made, module, layer, lengths):
     return len(rows) * max(rows) if made.model.module(module).padded and rows else sum(rows)
 
 
+def taken_bytes_of(made, batch, stage, island, microbatch, islands):
+    """Bytes of rows of encoders that the first stage of the backbone keeps on the rank that takes in most of each; in
+    data parallelism of those that get gradients.
+    """
+    spec = made.model
+    learns = {each.name: any(layer.trainable for layer in each.layers) for each in spec.modules}
+    if stage.layers.get("backbone", (1,))[0] or not any(learns.values()):
+        return 0
+    kept = [name for name in spec.sources("backbone") if learns[name] or made.schedule != "data_parallel"]
+    return sum(_most_taken(made, batch, name, stage, island, microbatch, islands) for name in kept) * 32 * 2
+
+
+def _most_taken(made, batch, name, stage, island, microbatch, islands):
+    """Rows that a rank of the backbone's took part in making, or, of another unit's, those that are dealt to it."""
+    lengths, _ = items_of(made, batch, name, stage, island, microbatch, islands)
+    unit, per_token, cp = made.unit_of(name), {"image": 4, "audio": 8}[name], stage.unit.cp
+    if unit.first_rank != stage.unit.first_rank:
+        return max(map(sum, _dealt([-(-length // per_token) for length in lengths], cp)))
+    num = cp * stage.unit.tp // unit.tp
+    shares = [share for group in _dealt(lengths, num // unit.cp) for share in _dealt(group, unit.cp)]
+    rows = [sum(-(-length // per_token) for length in share) for share in shares]
+    return max(np.array(rows).reshape(cp, -1).sum(axis=1))
+
+
 def moved_and_copied(made, batch, module, layer, stage, island, microbatch, islands):
     """Bytes that the busiest context-parallel rank gives or gets in a layer's attention, and keeps for backward."""
     cp, tp, attention = stage.unit.cp, stage.unit.tp, layer.attention

@@ -77,9 +77,7 @@ def batches_of(job, auto: AutoRecompute) -> list[RankBatch]:
 
 def peak_bytes(auto: AutoRecompute, batch: RankBatch, rank: int, recompute) -> float:
     own = {name: placed.on_rank(rank) for name, placed in batch.decision.assignments.items()}
-    items = {name: batch.lengths.of(name).take_items(chosen) for name, chosen in own.items()}
-    load = load_alone(auto.job, items, int(batch.lengths.num_targets[own["backbone"]].sum()))
-    return load.peak_bytes(recompute, state_of(auto.job, auto.unit))
+    return load_alone(auto.job, batch.lengths, own).peak_bytes(recompute, state_of(auto.job, auto.unit))
 
 
 def fits(auto: AutoRecompute, batch: RankBatch, rank: int, recompute) -> bool:

@@ -17,7 +17,7 @@ from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
-from motet.cost.memory import Spans, unit_spans
+from motet.cost.memory import Spans, taken_bytes, unit_spans
 from motet.planner.bubble_filling.backbone_shapes import EncoderDegrees
 from motet.planner.bubble_filling.encoder_plans import EncoderPlan, EncoderPlans
 from motet.planner.candidate import BUBBLE_FILLING, RuledOut, size_words
@@ -132,7 +132,12 @@ class EncoderMemory:
         degrees = unit.name, unit.tp, unit.cp, unit.dp
         own = degrees, *spans.items()
         if own not in self._bytes:
-            alike = degrees, *(self._layers(name, *span) for name, span in spans.items())
+            # Alike layers may take in other rows: DeepStack's enter before some blocks.
+            alike = (
+                degrees,
+                *taken_bytes(self._job.model, spans, 1, by_stage=True),
+                *(self._layers(name, *span) for name, span in spans.items()),
+            )
             if alike not in self._bytes:
                 self._bytes[alike] = self._counted_bytes(unit, spans)
             self._bytes[own] = self._bytes[alike]
@@ -153,8 +158,11 @@ class EncoderMemory:
             # Of all ranks that share a replica's items, if each had as many as the fullest.
             return share * unit.cp * plans.unscheduled_pricing.layer_pricing.largest_of_replica(name, layer)
 
+        def taken_rows(name: str) -> float:
+            return float(plans.unscheduled_pricing.layer_pricing.work.taken_in(name).max())
+
         precision = self._job.mixed_precision(pipeline=True)
-        found = stage_bytes(self._job.model, unit, spans, rows, 1, precision)
+        found = stage_bytes(self._job.model, unit, spans, rows, taken_rows, 1, precision)
         return self._with_copies(found, unit, spans)
 
     def _with_copies(self, found: StageBytes, unit: Unit, spans: Spans) -> StageBytes:

@@ -13,14 +13,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from motet.assign.rows import num_given_rows
 from motet.assign.step import StepAssignment
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.exchange import Moved
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
-from motet.core.workload import BACKBONE, ItemLengths
+from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.flops import like_layer, work_of_items
-from motet.cost.memory import StageLayer, kept_bytes, stage_layers, stage_memory
+from motet.cost.memory import StageLayer, kept_bytes, stage_layers, stage_memory, taken_bytes
 from motet.cost.model import Work, backward_seconds
 from motet.planner.job import Job
 from motet.planner.stages.recompute import StageBytes, stateless_bytes
@@ -171,8 +172,16 @@ class EvenBatch:
             return work_like(name, like_layer(layer))
 
         shape = 1 + len(names), num_microbatches
+
+        def taken(name: str) -> Float64Array:
+            items = self.job.batch.of(name)
+            rows = np.zeros(shape)
+            microbatch = np.minimum(items.example // size, num_microbatches - 1)
+            rows[0] = np.bincount(microbatch, items.num_tokens, num_microbatches) / num_ranks
+            return rows
+
         learning = {name: np.full(num_microbatches, self._learning(name)) for name in names}
-        return _load(self.job, tp, work, shape, learning, lambda _: None)
+        return _load(self.job, tp, work, shape, learning, lambda _: None, taken)
 
     def _learning(self, name: str) -> float:
         """The least share of a module's work in microbatches with a backward pass, whichever examples these have."""
@@ -249,20 +258,34 @@ def load_of(job: Job, assignment: StepAssignment, unit: Unit) -> Load:
 
     # A microbatch has a backward pass through a module if it has items of what learns.
     learning = {name: assignment.has_any(job.model.learners(name)).astype(float) for name in assignment.modules}
-    load = _load(job, unit.tp, work, shape, learning, lambda name: _moved_bytes(job, name, assignment, unit))
+    load = _load(
+        job,
+        unit.tp,
+        work,
+        shape,
+        learning,
+        lambda name: _moved_bytes(job, name, assignment, unit),
+        lambda name: num_given_rows(assignment, name, None),
+    )
     return replace(load, methods=assignment.methods)
 
 
-def load_alone(job: Job, items: Mapping[str, ItemLengths], num_targets: int) -> Load:
-    """The load of one rank in one microbatch. items: of each module, on the rank. num_targets: of its sequences."""
+def load_alone(job: Job, lengths: BatchLengths, own: Mapping[str, Int64Array]) -> Load:
+    """The load of one rank in one microbatch. own: numbers of the items of each module that are on the rank."""
+    items = {name: lengths.of(name).take_items(chosen) for name, chosen in own.items()}
+    sequences = own[BACKBONE]
+    num_targets = int(lengths.num_targets[sequences].sum())
 
     def work(name: str, layer: Layer) -> Work:
-        own = items[name]
         targets = num_targets if name == BACKBONE else None
         padded = job.model.module(name).padded
-        return work_of_items(layer, own, padded=padded, num_targets=targets)
+        return work_of_items(layer, items[name], padded=padded, num_targets=targets)
 
-    return _load(job, 1, work, (1, 1), dict.fromkeys(items, np.ones(1)), lambda _: None)
+    def taken(name: str) -> Float64Array:
+        of = lengths.of(name)
+        return np.full((1, 1), float(of.num_tokens[np.isin(of.example, sequences)].sum()))
+
+    return _load(job, 1, work, (1, 1), dict.fromkeys(items, np.ones(1)), lambda _: None, taken)
 
 
 def _moved_bytes(job: Job, name: str, assignment: StepAssignment, unit: Unit) -> Moved | None:
@@ -281,9 +304,10 @@ def _load(
     shape: tuple[int, int],
     learning: Mapping[str, Float64Array],
     moved_bytes: Callable[[str], Moved | None],
+    taken: Callable[[str], Float64Array | Int64Array],
 ) -> Load:
     """work: of a layer on all ranks and microbatches; shape: (ranks, microbatches). learning: by module, the share of
-    each microbatch that has a backward pass."""
+    each microbatch that has a backward pass. taken: rows of an encoder that sequences take in, of the shape."""
     names = [module.name for module in job.model.modules if module.name != BACKBONE] + [BACKBONE]
     largest: dict[tuple[str, Layer], float] = {}
     modules = {}
@@ -305,6 +329,9 @@ def _load(
         num_recomputed = np.concatenate([np.zeros((1, len(kinds)), dtype=np.int64), per_block.cumsum(axis=0)])
         # 3. Add up.
         forward, backward, kept = np.tensordot(is_kind.sum(axis=0).astype(np.float64), priced[:3], axes=(0, 1))
+        spans, element_bytes = {name: (0, len(blocks))}, job.mixed_precision(pipeline=False).compute
+        for source, row_bytes in taken_bytes(job.model, spans, element_bytes, by_stage=False).items():
+            kept = kept + row_bytes * taken(source)
         modules[name] = ModuleLoad(forward, backward, kept, priced[3], priced[4], num_recomputed, moved_bytes(name))
     return Load(job, tp, modules, largest)
 

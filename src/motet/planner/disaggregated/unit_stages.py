@@ -7,6 +7,7 @@ of blocks without recomputation and, if something must then be recomputed, with 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 
 from motet.core.plan import Unit
@@ -88,5 +89,6 @@ def _fit(job: Job, share: Share, span: tuple[int, int], in_flight: int, mode: Re
         return float(job.work(module, layer, share.num_examples).rows.max())
 
     unit = Unit(name, ({name: span[1] - span[0]},), dp=share.dp, tp=share.tp)
-    sizes = stage_bytes(job.model, unit, {name: span}, rows, in_flight, job.mixed_precision(pipeline=True))
+    precision, taken_rows = job.mixed_precision(pipeline=True), partial(job.taken_rows, num_examples=share.num_examples)
+    sizes = stage_bytes(job.model, unit, {name: span}, rows, taken_rows, in_flight, precision)
     return fit_rank([sizes], [{name: recompute_s[slice(*span)]}], job.capacity_bytes, mode)

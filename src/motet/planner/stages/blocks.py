@@ -15,6 +15,7 @@ import numpy as np
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.plan import Unit
 from motet.core.spec import Layer
+from motet.core.workload import BACKBONE
 from motet.cost.memory import StageMemory, stage_layers, stage_memory, state_bytes
 from motet.planner.job import Job
 from motet.simulate.predict.memory import MAX_LOGITS
@@ -32,7 +33,8 @@ class Blocks:
     kept_bytes:   activations kept for backward. saved_bytes: those of them that recomputing the block does not keep.
     working_bytes, recompute_working_bytes: transients while the block runs, without and with its recomputation.
     start_bytes:  activations that the block keeps beside these where a stage begins with it, recomputed or not: of what
-                  has come to all tensor-parallel ranks, whole rows.
+                  has come to all tensor-parallel ranks, whole rows; and of rows of encoders that an earlier block has
+                  taken in, and this one or a later one takes in again.
     apart_bytes:  state of weights that embedding and output layer share, beside that in state_bytes, where the first
                   and the last block of the backbone are in two stages: each of their ranks has it whole, once
                   (`simulate/predict/tied.py`).
@@ -160,6 +162,10 @@ def _counted_bytes(job: Job, name: str, num_examples: int, tp: int, dp: int) -> 
             recomputed.transient,
             starting.activations - kept.activations,
         )
+    for source, size_bytes in job.taken_bytes(num_examples).items() if name == BACKBONE else ():
+        entries = job.model.entries(source, name)
+        columns[1, entries[0]] += size_bytes
+        columns[5, entries[0] + 1 : entries[-1] + 1] += size_bytes
     module = job.model.module(name)
     if module.tied_weights:
         number = -(-module.tied_weights // tp)

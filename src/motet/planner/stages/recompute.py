@@ -10,7 +10,7 @@ to what the stages keep (`cost/memory.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Generic, Literal, NamedTuple, TypeVar
@@ -21,7 +21,16 @@ from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import ArgumentError
 from motet.core.plan import Unit
 from motet.core.spec import ModelSpec
-from motet.cost.memory import LayerBytes, MixedPrecision, RowsOfLayer, Spans, StageLayer, stage_layers, stage_memory
+from motet.cost.memory import (
+    LayerBytes,
+    MixedPrecision,
+    RowsOfLayer,
+    Spans,
+    StageLayer,
+    stage_layers,
+    stage_memory,
+    taken_bytes,
+)
 from motet.simulate.predict.memory import MAX_LOGITS
 
 Key = TypeVar("Key", bound=Hashable)
@@ -222,12 +231,29 @@ class StageBytes:
 
 
 def stage_bytes(
-    model: ModelSpec, unit: Unit, spans: Spans, rows: RowsOfLayer, in_flight: int, precision: MixedPrecision
+    model: ModelSpec,
+    unit: Unit,
+    spans: Spans,
+    rows: RowsOfLayer,
+    taken_rows: Callable[[str], float],
+    in_flight: int,
+    precision: MixedPrecision,
 ) -> StageBytes:
-    """The bytes of a stage of `unit` that holds the blocks `spans`. O(layers). Arguments: as in `stateless_bytes`."""
+    """The bytes of a stage of a pipeline's `unit` that holds the blocks `spans`. O(layers).
+
+    taken_rows: rows of an encoder that the backbone takes in, in the largest microbatch. Others: as of
+                `stateless_bytes`.
+    """
     state = stage_memory(unit, stage_layers(model, spans, {}), lambda *_: 0.0, 0, precision)
     stateless = stateless_bytes(model, unit, spans, rows, in_flight, precision)
-    return replace(stateless, state_bytes=state.held_bytes, sharding_bytes=state.transient)
+    taken = taken_bytes(model, spans, precision.compute, by_stage=True)
+    taken_in = in_flight * math.ceil(sum(size * taken_rows(name) for name, size in taken.items()))
+    return replace(
+        stateless,
+        state_bytes=state.held_bytes,
+        sharding_bytes=state.transient,
+        kept_bytes=stateless.kept_bytes + taken_in,
+    )
 
 
 def stateless_bytes(

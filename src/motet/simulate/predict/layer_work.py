@@ -20,7 +20,7 @@ from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
 from motet.cost.flops import like_layer, work_of_items
 from motet.cost.model import Work
-from motet.schedule.plan_units import cuts_beside_sequences, sharing_ranks
+from motet.schedule.plan_units import cuts_beside_sequences, on_backbone_ranks, sharing_ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,11 +51,12 @@ class LayerWork:
         self._known_shares: dict[str, _Shares] = {}
 
     def of_replicas(self, name: str, layer: Layer) -> Work:
-        """What all ranks compute that share a replica's work."""
+        """What all ranks compute that share a replica's work: keys whole on each of them."""
         like = like_layer(layer)
         if (name, like) not in self._known_work:
-            is_cut = self.assignment.modules[name].cuts is not None
-            self._known_work[name, like] = (self._of_fragments if is_cut else self._of_whole)(name, like)
+            is_cut, times = self.assignment.modules[name].cuts is not None, self._num_ranks(name)
+            work = (self._of_fragments if is_cut else self._of_whole)(name, like)
+            self._known_work[name, like] = Work(work.rows * times, work.pairs * times) if like.makes_keys else work
         return self._known_work[name, like]
 
     def of_busiest(self, name: str, layer: Layer) -> Work:
@@ -68,7 +69,7 @@ class LayerWork:
         if self.plan.model.takes_whole(name, layer):
             rows = most_merged(self.assignment.modules[name], self.assignment.num_microbatches, num_ranks)
             return Work(rows, 0.0 * rows)
-        return whole if num_ranks == 1 or layer.makes_keys else Work(whole.rows / num_ranks, whole.pairs / num_ranks)
+        return whole if num_ranks == 1 else Work(whole.rows / num_ranks, whole.pairs / num_ranks)
 
     def moved_of_items(self, name: str, layer: Layer) -> Float64Array:
         """The most rows that a rank gives or gets in a layer's attention over items that ranks share, by replica and
@@ -88,6 +89,36 @@ class LayerWork:
         moved = np.maximum(*(np.bincount(shares.cut_rank, rows, size) for rows in (got, given)))
         most: Float64Array = moved.reshape(-1, num_ranks).max(axis=1)
         return most
+
+    def taken_in(self, name: str) -> Float64Array:
+        """The most rows of an encoder that any of the ranks of a replica of the backbone takes in, by replica and
+        microbatch.
+        """
+        plan, num, cp = self.plan, self.assignment.num_microbatches, self.plan.unit_of(BACKBONE).cp
+        items, sequences = self.assignment.modules[name], self.assignment.modules[BACKBONE]
+        size, home = sequences.num_replicas * num, np.zeros(self.assignment.batch.num_examples, dtype=np.int64)
+        home[sequences.example] = sequences.batch_index(num)
+        cell, is_here = home[items.example], name in on_backbone_ranks(plan)
+        if cp > 1 and is_here:
+            rows = self._dealt_rows(name).reshape(size, cp, -1).sum(axis=2)
+        elif cp > 1:
+            dealt = shares_of_cells(cell, items.num_tokens, items.num_tokens, cp, can_cut=False)
+            rows = np.bincount(cell * cp + dealt.ranks, items.num_tokens, size * cp).reshape(size, cp)
+        else:
+            rows = np.bincount(cell, items.num_tokens, size).reshape(size, 1)
+        if sequences.cuts is not None and cuts_beside_sequences(plan, name):  # Where some are cut, rows stay.
+            is_cut = np.isin(np.arange(size) % num, sequences.microbatch[sequences.cuts.items])
+            rows = np.where(is_cut[:, None], self._dealt_rows(name)[:, None], rows)
+        most: Float64Array = rows.max(axis=1).astype(np.float64)
+        return most
+
+    def _dealt_rows(self, name: str) -> Float64Array:
+        """Rows of an encoder that each of the ranks made that share its items, by replica, microbatch and rank."""
+        items, shares = self.assignment.modules[name], self._shares(name)
+        rank = np.concatenate([shares.rank, shares.cut_rank])
+        rows = np.concatenate([items.num_tokens[shares.whole], items.num_tokens[shares.item] * shares.share])
+        size = items.num_replicas * self.assignment.num_microbatches * self._num_ranks(name)
+        return np.bincount(rank, rows, size).astype(np.float64)
 
     def _num_ranks(self, name: str) -> int:
         """The ranks that share a replica's items of a module, or its sequences."""

@@ -18,7 +18,7 @@ from motet.core.plan import SPLITS_BACKWARD, Plan
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
 from motet.cost.flops import operations_by_work
-from motet.cost.memory import StageLayer, stage_layers
+from motet.cost.memory import StageLayer, stage_layers, taken_bytes
 from motet.cost.model import CostModel
 from motet.schedule import PlannedProgram, PlannedStage, parts_of
 from motet.schedule.coordinates import host_of, replica_of, replicas_of
@@ -275,19 +275,20 @@ class Pricing:
             for layers, chosen in self._cases(stage)
         ]
         of = slice(None) if replicas is None else replicas
-        if len(cases) == 1:
-            prices, (entered, again), (given, back) = cases[0][0], self._entries(stage), given_seconds(self, stage)
-            beside = {
-                "forward": entered,
-                "recompute": again,
-                "forward_tensor": given,
-                "backward_tensor": back,
-                "held": self._held_inside(stage),
-            }
-            added = {name: getattr(prices, name) + table[of] for name, table in beside.items() if table.any()}
-            return prices._replace(**added) if added else prices
-        which = [chosen[of] for _, chosen in cases]
-        return StagePrices(*(np.select(which, columns) for columns in zip(*(prices for prices, _ in cases))))
+        prices = cases[0][0]
+        if len(cases) > 1:
+            which = [chosen[of] for _, chosen in cases]
+            prices = StagePrices(*(np.select(which, columns) for columns in zip(*(each for each, _ in cases))))
+        (entered, again), (given, back) = self._entries(stage), given_seconds(self, stage)
+        beside = {
+            "forward": entered,
+            "recompute": again,
+            "forward_tensor": given,
+            "backward_tensor": back,
+            "held": self._held_inside(stage) + self._held_rows(stage),
+        }
+        added = {name: getattr(prices, name) + table[of] for name, table in beside.items() if table.any()}
+        return prices._replace(**added) if added else prices
 
     def _entries(self, stage: PlannedStage) -> tuple[Float64Array, Float64Array]:
         """What forward and recomputation take where they begin inside modules (`CostModel.entry_seconds`).
@@ -322,6 +323,14 @@ class Pricing:
                 placed = self.layers(part)[module.halved_layer(begin) - module.blocks[begin].start]
                 kept = self.layer_pricing.of_passes(placed, stage.unit.tp).get("held", 0.0 * held.ravel())
                 held = held + kept.reshape(held.shape)
+        return held
+
+    def _held_rows(self, stage: PlannedStage) -> Float64Array:
+        """Bytes of rows of encoders that a stage of the backbone has taken in."""
+        held, by_stage = self.none(stage), self.plan.schedule != "data_parallel"
+        taken = taken_bytes(self.plan.model, stage.layers, self.precision.compute, by_stage=by_stage)
+        for name, row_bytes in taken.items():
+            held = held + row_bytes * self.layer_pricing.work.taken_in(name).reshape(held.shape)
         return held
 
     def _sum(

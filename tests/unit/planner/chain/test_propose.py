@@ -1,11 +1,15 @@
 """Chains that are proposed fit, run, and take about what is estimated."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.chain.anchored_cut import fastest_cut
 from motet.planner.chain.propose import MAX_CHAINS, MAX_RIVALS, ChainSearch, propose_chain
 from motet.planner.degrees import Degrees
+from motet.planner.stages.stage_costs import stage_numbers, stages_of
 from motet.simulate.predict.predict import predict
 from unit.planner.jobs import job, model, predicted
 
@@ -119,3 +123,19 @@ def test_more_memory_or_nodes_never_make_the_best_slower():
         for given_job in (job(memory_mbytes=320), job(memory_mbytes=4000), job(memory_mbytes=4000, num_nodes=4))
     ]
     assert best == sorted(best, reverse=True)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("again", [(), (1, 2), (3, 6)])
+def test_stages_hold_what_the_simulator_says_of_them(frozen, again):
+    """With the rows of encoders that the backbone takes in, before its first block and again; examples are alike."""
+    spec = model(frozen=frozen)
+    given_job = job(replace(spec, reentries=tuple(("image", "backbone", block) for block in again)))
+    pipeline = ChainSearch(given_job, Pins()).pipeline(Degrees(1, 3, 1, 2, 16, "1f1b"))
+    num_encoder_blocks = pipeline.blocks.num_blocks - 8
+    for of_backbone in ((1, 3, 4), (0, 2, 6), (3, 4, 1)):
+        counts = np.array(of_backbone) + (num_encoder_blocks, 0, 0)
+        stages = stages_of(pipeline.blocks, stage_numbers(counts), pipeline.limits)
+        plan = pipeline.plan(stages)
+        found = predict(plan, given_job.workload, given_job.cost, seed=given_job.seed).peak_bytes[:3]
+        assert stages.fullness * given_job.capacity_bytes == pytest.approx(found, rel=2e-4)

@@ -279,7 +279,7 @@ def test_a_module_that_feeds_a_generator_is_said_to_be_none_of_it():
     assert ruled_out[0].why.startswith("module 'image' must feed the backbone and nothing else, or be fed by it alone")
 
 
-@pytest.mark.parametrize("memory", [500, 1020])
+@pytest.mark.parametrize("memory", [500, 1030])
 def test_the_unbalanced_batch_that_is_named_fits_and_a_larger_one_does_not(memory):
     given_job = job(memory, batch_size=128 if memory == 500 else 64)
     said = 0

@@ -100,7 +100,7 @@ def test_a_stage_is_as_full_as_the_memory_model_says_and_never_fuller_than_there
     model, (unit, precision) = MODELS[trainable], UNITS[kind]
     spans = unit_spans(model, unit, 0)
     recompute_s = {name: np.full(stop - first, 1.0 + len(name)) for name, (first, stop) in spans.items()}
-    stage = stage_bytes(model, unit, spans, rows, in_flight, precision)
+    stage = stage_bytes(model, unit, spans, rows, lambda _: 0.0, in_flight, precision)
     capacity = share * fit_rank([stage], [recompute_s], 1e18).peak_bytes
 
     def peak(recompute):
@@ -125,7 +125,10 @@ def test_chunks_of_a_rank_share_its_memory():
     model = MODELS[True]
     unit = Unit("all", ({"image": 3, "audio": 2}, {"backbone": 2}, {"backbone": 2}), pp=1)
     spans = [unit_spans(model, unit, stage) for stage in range(3)]
-    stages = [stage_bytes(model, unit, own, rows, flight, MEGATRON_BF16) for own, flight in zip(spans, (3, 2, 1))]
+    stages = [
+        stage_bytes(model, unit, own, rows, lambda _: 0.0, flight, MEGATRON_BF16)
+        for own, flight in zip(spans, (3, 2, 1))
+    ]
     recompute_s = [{name: np.ones(stop - first) for name, (first, stop) in own.items()} for own in spans]
     whole = fit_rank(stages, recompute_s, 1e18)
     assert whole.peak_bytes == sum(s.state_bytes + s.kept_bytes for s in stages) + max(

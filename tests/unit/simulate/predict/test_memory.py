@@ -30,6 +30,7 @@ from unit.simulate.jobs import (
     of,
     plan,
     rows_of,
+    taken_bytes_of,
 )
 
 
@@ -106,7 +107,7 @@ def activations_of(made, found, batch, rank):
 
 
 def _held_bytes(made, batch, stage, island, i, islands):
-    return sum(
+    return taken_bytes_of(made, batch, stage, island, i, islands) + sum(
         rows_of(made, batch, name, layer, stage, island, i, islands) * kept
         + (kept == saved) * moved_and_copied(made, batch, name, layer, stage, island, i, islands)[1]
         for name, layer, has_backward, kept, saved in kept_a_row(made, stage)

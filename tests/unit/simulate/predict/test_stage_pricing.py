@@ -38,6 +38,7 @@ from unit.simulate.jobs import (
     of,
     plan,
     rows_of,
+    taken_bytes_of,
     tokens_of,
 )
 
@@ -89,6 +90,7 @@ def test_every_stage_costs_what_its_layers_and_examples_do(any_plan, learns):
                         entering = tokens_of(made, batch, name, stage, island, i, islands) * layer.output_width * 2
                         for half in ("forward_tensor", *["backward_tensor"] * is_back):
                             expected[half] += entering * (cp - 1) / cp**2 * EXCHANGE_S
+                expected["held"] += taken_bytes_of(made, batch, stage, island, i, islands)
                 num = made.unit_of("backbone").tp // tp if stage.unit in units_in_bubbles(made) else 1
                 if num > 1 and stage.index == len(stage.unit.stages) - 1:
                     for name in stage.unit.modules:

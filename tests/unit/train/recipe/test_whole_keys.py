@@ -194,6 +194,12 @@ def test_a_rank_that_shares_a_sequence_makes_keys_of_all_images_that_it_sees(mll
     cost = cost_model(on_ranks, "bf16")
     pricing = Pricing(shared, planned(shared), assign_batch(shared, batch, cost), cost)
     assert pricing.layer_pricing.price(BACKBONE, keys).work.rows.tolist() == [made] == [3 * num_rows]
+    # Operations are those of the keys that each of the ranks makes, as if its rows saw all images.
+    alone = replace(shared, units=(replace(shared.units[0], cp=1),))
+    apart = Pricing(alone, planned(alone), assign_batch(alone, batch, cost), cost)
+    number = sum(layer == keys for layer in spec.module(BACKBONE).layers)
+    once = number * step_flops(Module.of("keys", [keys]), length, num_media=np.array([3]), reached=True)
+    assert pricing.hardware_flops() - apart.hardware_flops() == (num_ranks - 1) * once > 0
     plans = [replace(shared, model=_with_more_kept(spec)), shared]
     of_keys = sum(layer == keys for layer in spec.module(BACKBONE).layers) * made * 1000 * 2
     assert np.subtract(*(bytes_alone(plan, batch)[0] for plan in plans)) == of_keys
