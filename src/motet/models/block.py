@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
 from motet.absent import take_part
@@ -107,8 +108,10 @@ def hooks_passes(module: nn.Module) -> bool:
 
 
 def is_changed(module: nn.Module) -> bool:
-    """Whether calling a module does more than its class says: it has hooks on its passes, or a `forward` of its own."""
-    return hooks_passes(module) or "forward" in vars(module)
+    """Whether calling a module does more than its class says: it has hooks on its passes, a `forward` of its own, or
+    weights that are computed of others (`torch.nn.utils.parametrize`).
+    """
+    return hooks_passes(module) or "forward" in vars(module) or is_parametrized(module)
 
 
 def wrap_blocks(root: nn.Module, layers: Iterable[nn.Module], first: int = 0) -> list[Block]:
