@@ -598,6 +598,67 @@ def test_a_loop_may_change_weights_as_where_it_evaluates_their_averages():
     assert run_ranks(losses_beside_other_weights, 2, plan_of(sharing)) == [expected] * 2
 
 
+def steps_behind_a_failure(rank, num_ranks, plan, evaluates):
+    """The sentences on what follows a step, or an evaluation, that fails on all ranks between its messages."""
+    batches, parallel, sentences = example_module("hf_parts").batches(), motet.apply(build(), plan, sgd), []
+    held = parallel.model.backbone if rank else parallel.model.encoders["image"]
+    passes = []
+
+    def fail(*_):
+        passes.append(1)
+        if len(passes) == 2 - rank:  # The first rank has sent what the second does not get.
+            raise ZeroDivisionError
+
+    held.blocks[0].register_forward_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        parallel.evaluate(batches[0]) if evaluates else parallel.step(batches[0])
+    for goes_on in (parallel.step, parallel.evaluate):
+        with pytest.raises(UserError) as error:
+            goes_on(batches[1])
+        sentences.append(str(error.value))
+    return sentences
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_loop_that_goes_on_behind_a_failed_step_is_told(evaluates):
+    """Messages of that step were taken for those of the next one, or waited for."""
+    for of_step, held in run_ranks(steps_behind_a_failure, 2, plan_of(BESIDE, schedule="gpipe"), evaluates):
+        assert of_step.startswith("step: a step or an evaluation before has failed, and messages of it may be left")
+        assert held.startswith("evaluate: a step or")
+
+
+def replaced(rank, num_ranks, plan):
+    """The sentence on a step behind each way to give rank 1 other weights, and on a checkpoint then."""
+    batch, sentences = example_module("hf_parts").batches()[0], []
+    for change in (
+        lambda part, weight: part.load_state_dict(
+            {key: it.clone() for key, it in part.state_dict().items()}, assign=True
+        ),
+        lambda part, weight: setattr(part.backbone.causal_lm.lm_head, "weight", nn.Parameter(weight.detach().clone())),
+        lambda part, weight: setattr(weight, "data", weight.data / 2),
+    ):
+        parallel = motet.apply(build(), plan, sgd)
+        first = parallel.step(batch).loss
+        if rank == 1:
+            change(parallel.model, parallel.model.backbone.causal_lm.lm_head.weight)
+        try:
+            sentences.append(parallel.step(batch).loss < first)
+        except JointUserError as error:
+            sentences.append(str(error))
+            with pytest.raises(JointUserError, match="was replaced since"):
+                parallel.state_dict()
+    return sentences
+
+
+@pytest.mark.parametrize("units", [(replace(TOGETHER[0], zero=1),), BESIDE])
+def test_weights_that_were_replaced_are_refused_on_all_ranks(units):
+    """Passes and optimizer would go on with what they were, which of whole weights an assignment to `data` changes."""
+    for assigned, other, data in run_ranks(replaced, 2, plan_of(units)):
+        assert "weight was replaced since motet.apply, and the plan's passes and the optimizer have" in assigned
+        assert other.startswith("step: backbone.causal_lm.lm_head.weight was replaced since motet.apply")
+        assert data is True if units == BESIDE else data == other
+
+
 def step_on_own_noise(rank, num_ranks, plan):
     """The loss of a step on items to which each rank adds what it draws, or the sentence on them."""
     batch = [
