@@ -401,6 +401,7 @@ class OwnTable(nn.Embedding):
             lambda norm: norm.register_forward_hook(print),
             "self_attn.q_norm has a ho",
         ),
+        ("model.layers.1.mlp", lambda mlp: mlp.compile(), "model.layers.1.inner.mlp is compiled, and ranks meet in it"),
         ("model.embed_tokens", lambda table: setattr(table, "forward", torch.tanh), "the embedding of tokens has a "),
         (
             "model.embed_tokens",

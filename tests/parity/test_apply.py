@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import AutoModelForCausalLM, SiglipVisionModel
 
 import motet
@@ -108,6 +110,21 @@ def test_an_mlp_of_a_users_own_trains_as_one_process_does():
     assert run_ranks(losses_with_own_mlp, 2, plan_of(TOGETHER, spec))[0] == pytest.approx(losses, rel=1e-10)
     stages = plan_of(CHAIN, spec, schedule="gpipe")
     assert run_ranks(losses_with_own_mlp, 2, stages)[1] == pytest.approx(losses, rel=1e-10)
+
+
+def test_norms_whose_weights_are_computed_of_others_train():
+    """One of Motet's in float64 would keep the weight that was computed first."""
+    parts = example_module("hf_parts")
+    torch.manual_seed(0)
+    text = parts.language_model().double()
+    register_parametrization(text.model.norm, "weight", nn.Tanh())
+    model, batch = motet.compose(text, {}), parts.batches()[0][:3:3]
+    losses, optimizer = [], sgd(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(reference_step(model, batch))
+        optimizer.step()
+    assert losses[2] < losses[1] < losses[0]
 
 
 def test_what_no_family_has_in_its_layers_is_refused_by_name():
@@ -470,8 +487,10 @@ MISTAKES = {
     "other weights": "the optimizer has a weight that is none of this rank's: make it of the list",
     "closure": "motet.apply: LBFGS takes several losses in a step",
     "hook": "motet.apply: backbone.causal_lm.lm_head.weight has a hook on its gradient",
-    "module hook": "motet.apply: backbone.causal_lm has a hook on its forward or backward pass, which would not run",
+    "module hook": "motet.apply: backbone.causal_lm has a hook on its forward or backward pass, or a forward of its own",
     "hook on what is read": "motet.apply: encoders.image.encoder.model.embeddings.patch_embedding has a hook on its",
+    "forward": "motet.apply: encoders.image.encoder.model.encoder has a hook on its forward or backward pass, or a",
+    "pruned": "q_proj.weight is computed of other weights before each call (torch.nn.utils.prune, or its older",
     "adapter": "model.layers.0.inner.self_attn.q_proj is an adapter of peft",
     "float16": "step: autocast is in float16, in which small gradients become 0",
     "part": "motet.apply: the model is a part already",
@@ -554,6 +573,10 @@ def refused(rank, num_ranks):
         elif what == "hook on what is read":
             model.backbone.causal_lm.model.embed_tokens.register_forward_hook(lambda *_: None)  # It is called.
             model.encoders["image"].encoder.model.embeddings.patch_embedding.register_forward_hook(lambda *_: None)
+        elif what == "forward":
+            model.encoders["image"].encoder.model.encoder.forward = print
+        elif what == "pruned":
+            prune.l1_unstructured(model.backbone.blocks[1].inner.self_attn.q_proj, "weight", 0.5)
         elif what == "adapter":
             inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), model.backbone.causal_lm)
         elif what == "float16":
@@ -766,10 +789,23 @@ def test_models_that_motet_does_not_compute_are_refused():
         motet.compose(parts.language_model(), {"backbone": parts.vision_tower()})
     hooked = parts.language_model()
     hooked.register_forward_pre_hook(lambda *_: None)
+    own, compiled = parts.language_model(), parts.language_model()
+    own.forward = print
+    compiled.compile(backend="eager")
+    for changed in (hooked, own, compiled):
+        with pytest.raises(
+            UserError, match="Qwen2ForCausalLM has a hook on its forward or backward pass, a forward of its own, or is"
+        ):
+            motet.compose(changed, {})
+    wrapped, tower = parts.language_model(), parts.vision_tower()
+    wrapped.model.layers[0].mlp = torch.compile(wrapped.model.layers[0].mlp, backend="eager")
     with pytest.raises(
-        UserError, match="Qwen2ForCausalLM has a hook on its forward or backward pass, which would never"
+        UserError, match=r"model\.layers\.0\.mlp of the Qwen2ForCausalLM is what torch\.compile returns"
     ):
-        motet.compose(hooked, {})
+        motet.compose(wrapped, {})
+    tower.encoder.layers[0] = torch.compile(tower.encoder.layers[0], backend="eager")
+    with pytest.raises(UserError, match=r"layers\.0 of the SiglipVisionModel is what torch\.compile returns"):
+        motet.compose(parts.language_model(), {"image": tower})
     narrow = ModalityModule(Normed(8), build_projector(8, 16, ProjectorConfig(kind="linear")))
     with pytest.raises(UserError, match="projector of 'image' makes rows of 16 values; the backbone takes rows of 32"):
         motet.compose(parts.language_model(), {"image": narrow})

@@ -107,11 +107,21 @@ def hooks_passes(module: nn.Module) -> bool:
     return any(getattr(module, kind, None) for kind in kinds)
 
 
+def is_called_otherwise(module: nn.Module) -> bool:
+    """Whether a call of a module runs more than its class says: hooks on its passes, or a `forward` of its own."""
+    return hooks_passes(module) or "forward" in vars(module)
+
+
 def is_changed(module: nn.Module) -> bool:
-    """Whether calling a module does more than its class says: it has hooks on its passes, a `forward` of its own, or
-    weights that are computed of others (`torch.nn.utils.parametrize`).
+    """Whether calling a module does more than its class says, or its weights are computed of others
+    (`torch.nn.utils.parametrize`).
     """
-    return hooks_passes(module) or "forward" in vars(module) or is_parametrized(module)
+    return is_called_otherwise(module) or is_parametrized(module)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of a module itself are compiled, as `module.compile()` has it."""
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def wrap_blocks(root: nn.Module, layers: Iterable[nn.Module], first: int = 0) -> list[Block]:
@@ -119,7 +129,12 @@ def wrap_blocks(root: nn.Module, layers: Iterable[nn.Module], first: int = 0) ->
 
     first: the number of the first one. Raises ValueError for a layer that is not a submodule of `root`.
     """
-    owners = {child: (parent, name) for parent in root.modules() for name, child in parent._modules.items() if child}
+    owners = {
+        child: (parent, name)
+        for parent in root.modules()
+        for name, child in parent._modules.items()
+        if child is not None
+    }
     blocks = []
     for number, layer in enumerate(layers, first):
         if layer not in owners:

@@ -22,7 +22,7 @@ from motet.chunked import ColumnProducts
 from motet.core.workload import BACKBONE
 from motet.dropout import set_divided
 from motet.models.backbone import Backbone
-from motet.models.block import is_changed
+from motet.models.block import is_changed, is_compiled
 from motet.models.dit import DiT
 from motet.models.exact import Float64RMSNorm
 from motet.models.experts import RoutedExperts, divide_experts, expert_parameters
@@ -90,6 +90,8 @@ def why_undivided(mllm: MLLM, name: str) -> str:
         for path in (*branch.head_norms, *branch.row_norms):
             if (norm := _at(root, path)) is not None and is_changed(norm):
                 return f"{path} {_CHANGED}, and each rank has some of the heads that it norms"
+    if path := next((path for path, each in model.named_modules() if path and is_compiled(each)), ""):
+        return f"{path} is compiled, and ranks meet in it"
     for root in dict.fromkeys((*_layers(module), *(root for root, _ in _branches(module)))):
         for path, each in root.named_modules():
             is_bare = (

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from motet.core.cluster import Cluster
@@ -26,7 +26,7 @@ from motet.cost.memory import PRECISION_OF_DTYPE
 from motet.cost.source import cost_model
 from motet.dispatch import LoadedExample
 from motet.dropout import drops_out
-from motet.models.block import Block, hooks_passes
+from motet.models.block import Block, is_called_otherwise
 from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
 from motet.planner.job import Job
@@ -113,11 +113,18 @@ def _check_model(mllm: nn.Module) -> None:
             f"motet.apply: {hooked} has a hook on its gradient, which a plan may compute elsewhere, in parts and by "
             "microbatches: remove it."
         )
-    if hooked := next((name for name in _around_blocks(mllm, modules) if hooks_passes(modules[name])), None):
+    if hooked := next((name for name in _around_blocks(mllm, modules) if is_called_otherwise(modules[name])), None):
         raise UserError(
-            f"motet.apply: {hooked} has a hook on its forward or backward pass, which would not run, or not on the "
-            "whole of it, as stages call blocks, and compute what is around them by themselves: register it on a "
-            "block, or on a module in one."
+            f"motet.apply: {hooked} has a hook on its forward or backward pass, or a forward of its own, which would "
+            "not run, or not on the whole of it, as stages call blocks, and compute what is around them by themselves: "
+            "set it on a block, or on a module in one."
+        )
+    made = (f"{name}.{key}" for name, each in modules.items() for key, value in vars(each).items() if _is_made(value))
+    if path := next(made, ""):
+        raise UserError(
+            f"motet.apply: {path} is computed of other weights before each call (torch.nn.utils.prune, or its older "
+            "weight_norm and spectral_norm), which parts of a model cannot keep: end it by prune.remove and the like, "
+            "or take torch.nn.utils.parametrizations."
         )
     if foreign := next((name for name, each in modules.items() if type(each).__module__.startswith("peft.")), ""):
         raise UserError(
@@ -146,6 +153,10 @@ def _around_blocks(mllm: MLLM, modules: Mapping[str, nn.Module]) -> Iterator[str
 
 def _has_hooks(weight: nn.Parameter) -> bool:
     return any(getattr(weight, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+
+
+def _is_made(value: object) -> bool:
+    return isinstance(value, Tensor) and not value.is_leaf
 
 
 def _check_device(mllm: MLLM, device: torch.device) -> None:

@@ -36,6 +36,15 @@ def test_input_of_a_block_needs_a_gradient_if_and_only_if_gradients_are_taken():
     assert seen == [True, False] and not x.requires_grad
 
 
+def test_layers_are_found_beside_modules_that_have_no_length():
+    class Lengthless(nn.Linear):
+        def __len__(self):
+            raise TypeError
+
+    root = nn.Sequential(Lengthless(3, 3), Layer())
+    assert wrap_blocks(root, [root[1]]) == [root[1]]
+
+
 def test_names_without_blocks():
     root = nn.Sequential(nn.Linear(3, 3), Layer(), nn.ModuleDict({"inner": Layer()}))
     before = list(root.state_dict())
