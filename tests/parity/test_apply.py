@@ -487,10 +487,13 @@ MISTAKES = {
     "other weights": "the optimizer has a weight that is none of this rank's: make it of the list",
     "closure": "motet.apply: LBFGS takes several losses in a step",
     "hook": "motet.apply: backbone.causal_lm.lm_head.weight has a hook on its gradient",
-    "module hook": "motet.apply: backbone.causal_lm has a hook on its forward or backward pass, or a forward of its own",
+    "module hook": "motet.apply: backbone.causal_lm has a hook on its forward or backward pass, or a forward of",
     "hook on what is read": "motet.apply: encoders.image.encoder.model.embeddings.patch_embedding has a hook on its",
     "forward": "motet.apply: encoders.image.encoder.model.encoder has a hook on its forward or backward pass, or a",
     "pruned": "q_proj.weight is computed of other weights before each call (torch.nn.utils.prune, or its older",
+    "by frequency": "embed_tokens has scale_grad_by_freq, by which results depend on how a batch is divided: leave it",
+    "longest rows": "embeddings.position_embedding has max_norm, by which results depend on how a batch is divided",
+    "buffers": "has other buffers than rank",
     "adapter": "model.layers.0.inner.self_attn.q_proj is an adapter of peft",
     "float16": "step: autocast is in float16, in which small gradients become 0",
     "part": "motet.apply: the model is a part already",
@@ -577,6 +580,12 @@ def refused(rank, num_ranks):
             model.encoders["image"].encoder.model.encoder.forward = print
         elif what == "pruned":
             prune.l1_unstructured(model.backbone.blocks[1].inner.self_attn.q_proj, "weight", 0.5)
+        elif what == "by frequency":
+            model.backbone.causal_lm.model.embed_tokens.scale_grad_by_freq = True
+        elif what == "longest rows":
+            model.encoders["image"].encoder.model.embeddings.position_embedding.max_norm = 0.5
+        elif what == "buffers":
+            model.backbone.causal_lm.model.rotary_emb.inv_freq.mul_(1 + rank)
         elif what == "adapter":
             inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), model.backbone.causal_lm)
         elif what == "float16":

@@ -126,6 +126,11 @@ def _check_model(mllm: nn.Module) -> None:
             "weight_norm and spectral_norm), which parts of a model cannot keep: end it by prune.remove and the like, "
             "or take torch.nn.utils.parametrizations."
         )
+    for name, each in modules.items():
+        if switch := _depends_on_batch(each):
+            raise UserError(
+                f"motet.apply: {name} has {switch}, by which results depend on how a batch is divided: leave it out."
+            )
     if foreign := next((name for name, each in modules.items() if type(each).__module__.startswith("peft.")), ""):
         raise UserError(
             f"motet.apply: {foreign} is an adapter of peft, whose weights have no place in a plan: merge it before "
@@ -153,6 +158,16 @@ def _around_blocks(mllm: MLLM, modules: Mapping[str, nn.Module]) -> Iterator[str
 
 def _has_hooks(weight: nn.Parameter) -> bool:
     return any(getattr(weight, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+
+
+def _depends_on_batch(module: nn.Module) -> str:
+    """The option of an embedding by which it computes otherwise on a part of a batch, or no sums of gradients; ""."""
+    if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return ""
+    if module.max_norm is not None:
+        return "max_norm"
+    of_gradients = ("scale_grad_by_freq", "sparse") if module.weight.requires_grad else ()
+    return next((switch for switch in of_gradients if getattr(module, switch)), "")
 
 
 def _is_made(value: object) -> bool:
@@ -315,12 +330,20 @@ def _update_one_by_one(group: dict[str, Any]) -> None:
 def _check_same_weights(mllm: MLLM, world: World) -> None:
     """Raise JointUserError if ranks have built different models. A collective."""
     with torch.no_grad():
-        # As text, in which nan is equal to nan.
-        sums = {name: float(each.sum(dtype=torch.float64)).hex() for name, each in mllm.named_parameters()}
-    for rank, others in enumerate(world.gather(sums)):
-        if others != sums:
-            name = next((name for name in sums if others.get(name) != sums[name]), "its modules")
-            raise JointUserError(
-                f"motet.apply: rank {rank} has other weights than rank {world.rank}, first {name}: seed torch alike on "
-                "all ranks before the model is built, or load the same weights."
-            )
+        of_weights, of_buffers = (
+            # As text, in which nan is equal to nan.
+            {
+                name: float(each.sum(dtype=torch.float64)).hex()
+                for name, each in named
+                if not (each.is_complex() or each.is_meta)
+            }
+            for named in (mllm.named_parameters(), mllm.named_buffers())
+        )
+    for rank, (weights, buffers) in enumerate(world.gather((of_weights, of_buffers))):
+        for what, others, own in (("weights", weights, of_weights), ("buffers", buffers, of_buffers)):
+            if others != own:
+                name = next((name for name in own if others.get(name) != own[name]), "its modules")
+                raise JointUserError(
+                    f"motet.apply: rank {rank} has other {what} than rank {world.rank}, first {name}: seed torch alike "
+                    "on all ranks before the model is built, or load the same weights."
+                )
