@@ -498,6 +498,9 @@ MISTAKES = {
     "float16": "step: autocast is in float16, in which small gradients become 0",
     "part": "motet.apply: the model is a part already",
     "whole matrices": "motet.apply: Adafactor keeps means over rows and columns of whole matrices, and under this plan",
+    "masks": "motet.apply: Rprop updates elements that it chooses by masks, and under this plan ranks share weights",
+    "norms of weights": "motet.apply: Normalised updates a weight by gradients of other elements, and under this plan",
+    "a norm of all": "motet.apply: Normalised updates a weight by gradients of other weights, and under this plan",
     "token": "step: example 1 has the token -200, and those of the model are 0 to",
     "phase": "step: example 1 has an item of 'video'; the model's encoders and generators are image",
 }
@@ -515,7 +518,23 @@ DEGREES = {
 }
 
 
+class Normalised(torch.optim.SGD):
+    """Divides gradients by their norm: of each weight, or of all of them."""
+
+    def __init__(self, weights, of_all):
+        super().__init__(weights, 0.1)
+        self.of_all = of_all
+
+    def step(self, closure=None):
+        given = [weight for group in self.param_groups for weight in group["params"]]
+        nn.utils.clip_grad_norm_(given, 1.0) if self.of_all else [nn.utils.clip_grad_norm_([it], 1.0) for it in given]
+        super().step()
+
+
 OPTIMIZERS = {
+    "masks": torch.optim.Rprop,
+    "norms of weights": partial(Normalised, of_all=False),
+    "a norm of all": partial(Normalised, of_all=True),
     "other weights": lambda part: sgd([nn.Parameter(weight.detach().clone()) for weight in part]),
     "closure": torch.optim.LBFGS,
     "whole matrices": torch.optim.Adafactor,
@@ -590,7 +609,7 @@ def refused(rank, num_ranks):
             inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), model.backbone.causal_lm)
         elif what == "float16":
             model, plan = model.float(), replace(plan, precision="fp32")
-        elif what in ("part", "whole matrices"):
+        elif what in ("part", "whole matrices", "masks", "norms of weights"):
             plan = replace(plan, units=TOGETHER)
         if what == "part":
             motet.apply(model, plan, sgd)

@@ -30,6 +30,7 @@ from motet.models.block import Block, is_called_otherwise
 from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
 from motet.planner.job import Job
+from motet.planning.elementwise import mixes
 from motet.planning.parallel_mllm import ParallelMLLM, lengths_of_batch
 from motet.planning.plan_first import fastest_plan
 from motet.planning.sources import plan_at
@@ -309,8 +310,22 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, known: Sequence[nn.Parame
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UserError("motet.apply: LBFGS takes several losses in a step, and a step of a plan has one.")
-    if (why := WHOLE_MATRICES.get(kind.lower())) and any(isinstance(each, DTensor) for each in given):
+    is_shared = any(isinstance(each, DTensor) for each in given)
+    names = (base.__name__.lower() for base in type(optimizer).__mro__)
+    if is_shared and (why := next((WHOLE_MATRICES[name] for name in names if name in WHOLE_MATRICES), "")):
         raise UserError(f"motet.apply: {kind} {why}, and under this plan ranks share weights (DTensor).")
+    if is_shared and isinstance(optimizer, torch.optim.Rprop):
+        raise UserError(
+            f"motet.apply: {kind} updates elements that it chooses by masks, and under this plan ranks share weights "
+            "(DTensor), of which torch can choose none."
+        )
+    mixed = "" if type(optimizer).__module__.startswith("torch.optim.") else mixes(optimizer)
+    if mixed == "weights" or (mixed and is_shared):
+        raise UserError(
+            f"motet.apply: {kind} updates a weight by gradients of other {mixed}, and under this plan ranks have "
+            f"{'some weights' if mixed == 'weights' else 'parts of weights (DTensor)'} each: take an optimizer that "
+            "treats each element by itself, as AdamW does."
+        )
 
 
 def _update_one_by_one(group: dict[str, Any]) -> None:
