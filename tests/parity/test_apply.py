@@ -632,10 +632,14 @@ def losses_beside_other_weights(rank, num_ranks, plan):
     with torch.no_grad():
         for weight in parallel.model.parameters():
             weight.mul_(0.5)
+    with torch.inference_mode():
         halved = parallel.evaluate(batches[0])
+    with torch.no_grad():
         for weight, own in zip(parallel.model.parameters(), kept):
             weight.copy_(own)
-    return halved, parallel.evaluate(batches[0]), parallel.step(batches[1]).loss
+    held = parallel.evaluate(batches[0])
+    with torch.inference_mode():
+        return halved, held, parallel.step(batches[1]).loss
 
 
 def test_a_loop_may_change_weights_as_where_it_evaluates_their_averages():

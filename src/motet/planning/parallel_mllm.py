@@ -86,6 +86,7 @@ class ParallelMLLM:
         self._has_failed = False
         self._lines: dict[Path, list[str]] = {}  # Of each folder, resolved, the checkpoints that led here.
 
+    @torch.inference_mode(False)
     def step(self, batch: Sequence[LoadedExample]) -> StepResult:
         """Forward, backward and optimizer of one step in the Plan's schedule. A collective.
 
@@ -113,6 +114,7 @@ class ParallelMLLM:
             self._are_checked = True
         return result
 
+    @torch.inference_mode(False)  # In a loop's own, weights that ranks share cannot be gathered.
     def evaluate(self, batch: Sequence[LoadedExample]) -> float:
         """The loss of a batch in eval mode, as of `StepResult.loss`, on every rank; nothing learns. A collective.
 
@@ -356,7 +358,8 @@ def _memory(weight: nn.Parameter) -> tuple[torch.UntypedStorage, ...]:
     """Of a DTensor: its own, which an assignment to `data` replaces, and that of this rank's part, which stays then."""
     if not isinstance(weight, DTensor):
         return ()
-    return weight.untyped_storage(), weight.detach().to_local().untyped_storage()
+    with torch.no_grad():
+        return weight.untyped_storage(), weight.to_local().untyped_storage()
 
 
 def lengths_of_batch(batch: Sequence[LoadedExample], measured: Mapping[str, Measure]) -> BatchLengths:
