@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
 from motet.absent import take_part
+from motet.core.errors import UserError
 from motet.dropout import draws_by_item, in_block
 
 Halves = tuple[()] | tuple[Callable[..., Tensor], Callable[..., Tensor]]
@@ -127,8 +128,15 @@ def is_compiled(module: nn.Module) -> bool:
 def wrap_blocks(root: nn.Module, layers: Iterable[nn.Module], first: int = 0) -> list[Block]:
     """Replace each of `layers` inside `root` by a Block around it, and return the Blocks in the order of `layers`.
 
-    first: the number of the first one. Raises ValueError for a layer that is not a submodule of `root`.
+    first: the number of the first one. Raises UserError for a layer that stands twice in `layers`, and ValueError for
+    one that is not a submodule of `root`.
     """
+    layers = list(layers)
+    if (count := len({id(layer) for layer in layers})) < len(layers):
+        raise UserError(
+            f"{type(root).__name__} runs one layer in several places ({len(layers)} layers, of which {count} are "
+            "apart): each must be a layer of its own, as by copy.deepcopy."
+        )
     owners = {
         child: (parent, name)
         for parent in root.modules()
