@@ -502,6 +502,8 @@ MISTAKES = {
     "norms of weights": "motet.apply: Normalised updates a weight by gradients of other elements, and under this plan",
     "a norm of all": "motet.apply: Normalised updates a weight by gradients of other weights, and under this plan",
     "token": "step: example 1 has the token -200, and those of the model are 0 to",
+    "no list": "step: a step takes a list of LoadedExample, not a list_iterator",
+    "no example": "step: example 3 is a NoneType, and must be a LoadedExample",
     "phase": "step: example 1 has an item of 'video'; the model's encoders and generators are image",
 }
 PLANS = {
@@ -571,6 +573,10 @@ def refused(rank, num_ranks):
             model.encoders.to("meta")
         elif what == "fewer examples" and rank:
             batch = batch[:-1]
+        elif what == "no list" and rank:
+            batch = iter(batch)
+        elif what == "no example" and rank:
+            batch = [*batch[:3], None, *batch[4:]]
         elif what == "phase":
             text = replace(batch[1].sequence, media=("video",) * len(batch[1].media))
             batch = [batch[0], replace(batch[1], sequence=text), *batch[2:]]

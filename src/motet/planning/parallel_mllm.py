@@ -238,7 +238,9 @@ class ParallelMLLM:
                 "build the model anew and apply it, and go on from a checkpoint by `load`."
             )
         failure, digest, values, batches = "", b"", b"", []
+        unexpected: Exception | None = None
         try:
+            _check_examples(batch)
             self._check_weights()
             self._check_learns()
             if what == "step":
@@ -249,7 +251,11 @@ class ParallelMLLM:
             batches = self._batches(batch, lengths, decide)
         except (UserError, ValueError) as error:
             failure = f"{what}: {error}"
+        except Exception as error:  # Others must not wait for this rank.
+            failure, unexpected = f"{what}: a rank failed with {type(error).__name__}: {error}", error
         of_ranks = self._world.gather((failure, digest, self._shares_with, values))
+        if unexpected is not None:
+            raise unexpected
         if failures := [each for each, *_ in of_ranks if each]:
             raise JointUserError(failures[0])
         if other := next((rank for rank, (_, each, *_) in enumerate(of_ranks) if each != of_ranks[0][1]), 0):
@@ -360,6 +366,15 @@ def _memory(weight: nn.Parameter) -> tuple[torch.UntypedStorage, ...]:
         return ()
     with torch.no_grad():
         return weight.untyped_storage(), weight.to_local().untyped_storage()
+
+
+def _check_examples(batch: Sequence[LoadedExample]) -> None:
+    """Raise UserError for what is no list of examples."""
+    if not isinstance(batch, Sequence):
+        raise UserError(f"a step takes a list of LoadedExample, not a {type(batch).__name__}")
+    for number, example in enumerate(batch):
+        if not isinstance(example, LoadedExample):
+            raise UserError(f"example {number} is a {type(example).__name__}, and must be a LoadedExample")
 
 
 def lengths_of_batch(batch: Sequence[LoadedExample], measured: Mapping[str, Measure]) -> BatchLengths:
