@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from benchmark import benchmark
 from motet.core.shape_tables import ModelShapes
@@ -356,18 +357,80 @@ def test_products_with_hooks_or_another_forward_cannot_be_divided(path):
     for change in (
         lambda product: product.register_forward_hook(lambda module, args, output: output * 2),
         lambda product: setattr(product, "forward", partial(torch.mul, 2.0)),
+        lambda product: register_parametrization(product, "weight", nn.Tanh()),
     ):
         mllm = build_mllm(ModelConfig(backbone={"family": "qwen2", "config": BACKBONE_SIZES}), VOCABULARY)
         change(mllm.backbone.blocks[1].inner.get_submodule(path))
-        assert why_undivided(mllm, BACKBONE).startswith(f"{path} has a hook or a forward of its own, and each rank")
+        says = f"{path} has a hook, a forward or a parametrization of its own, and each rank has a part of"
+        assert why_undivided(mllm, BACKBONE).startswith(says)
+
+
+class Doubled(nn.Linear):
+    """A layer whose product is another one."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class OwnTable(nn.Embedding):
+    """An embedding that reads more of a token than its row."""
+
+    def forward(self, tokens):
+        return super().forward(tokens) + tokens[..., None]
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "says"),
+    [
+        ("lm_head", lambda head: head.register_forward_hook(print), "the output layer has a hook, a forward or a para"),
+        ("lm_head", lambda head: setattr(head, "forward", torch.tanh), "the output layer has a hook, a forward or a "),
+        ("lm_head", lambda head: register_parametrization(head, "weight", nn.Tanh()), "the output layer has a hook, "),
+        ("lm_head", lambda head: Doubled(32, VOCABULARY), "the output layer is a Doubled with another forward than "),
+        (
+            "model.layers.1.mlp.up_proj",
+            lambda up: Doubled(32, 49),
+            "mlp.up_proj is a Doubled with another forward than",
+        ),
+        (
+            "model.layers.1.mlp.act_fn",
+            lambda act: act.register_forward_hook(print),
+            "mlp.act_fn has a hook, a forward ",
+        ),
+        (
+            "model.layers.1.self_attn.q_norm",
+            lambda norm: norm.register_forward_hook(print),
+            "self_attn.q_norm has a ho",
+        ),
+        ("model.layers.1.mlp", lambda mlp: mlp.compile(), "model.layers.1.inner.mlp is compiled, and ranks meet in it"),
+        ("model.embed_tokens", lambda table: setattr(table, "forward", torch.tanh), "the embedding of tokens has a "),
+        (
+            "model.embed_tokens",
+            lambda table: register_parametrization(table, "weight", nn.Tanh()),
+            "the embedding of tokens has",
+        ),
+        ("model.embed_tokens", lambda table: OwnTable(VOCABULARY, 32), "the embedding of tokens is a OwnTable, and ea"),
+        ("model.embed_tokens", lambda table: table.register_forward_hook(print), ""),
+        ("model.norm", lambda norm: register_parametrization(norm, "weight", nn.Tanh()), "the last norm has a hook, "),
+        ("model.norm", lambda norm: norm.register_forward_hook(print), ""),
+    ],
+)
+def test_what_ranks_have_a_part_of_is_the_familys_own(path, change, says):
+    """A hook would see the logits of some tokens; gradients of what is computed of whole weights would not be sums."""
+    mllm = build_mllm(ModelConfig(backbone={"family": "qwen3", "config": BACKBONE_SIZES}), VOCABULARY)
+    owner, _, name = path.rpartition(".")
+    owner = mllm.backbone.causal_lm.get_submodule(owner)
+    if isinstance(changed := change(getattr(owner, name)), Doubled | OwnTable):
+        setattr(owner, name, changed)
+    why = why_undivided(mllm, BACKBONE)
+    assert why.startswith(says) and bool(why) == bool(says)
 
 
 def test_norms_of_all_heads_with_hooks_or_another_forward_cannot_be_divided():
     """Ranks give such a norm another forward, and would leave out what was set on it."""
     for change, says in (
         (lambda attention: None, ""),
-        (lambda attention: attention.k_norm.register_forward_hook(print), "self_attn.k_norm has a hook or a forward"),
-        (lambda attention: setattr(attention.q_norm, "forward", torch.tanh), "self_attn.q_norm has a hook or a for"),
+        (lambda attention: attention.k_norm.register_forward_hook(print), "self_attn.k_norm has a hook, a forward o"),
+        (lambda attention: setattr(attention.q_norm, "forward", torch.tanh), "self_attn.q_norm has a hook, a for"),
         (lambda attention: setattr(attention, "q_norm", nn.Tanh()), "self_attn.q_norm is a Tanh of all heads, and"),
     ):
         mllm = build_mllm(ModelConfig(backbone={"family": "olmo2", "config": BACKBONE_SIZES}), VOCABULARY)

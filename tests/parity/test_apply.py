@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import AutoModelForCausalLM, SiglipVisionModel
 
 import motet
@@ -108,6 +110,21 @@ def test_an_mlp_of_a_users_own_trains_as_one_process_does():
     assert run_ranks(losses_with_own_mlp, 2, plan_of(TOGETHER, spec))[0] == pytest.approx(losses, rel=1e-10)
     stages = plan_of(CHAIN, spec, schedule="gpipe")
     assert run_ranks(losses_with_own_mlp, 2, stages)[1] == pytest.approx(losses, rel=1e-10)
+
+
+def test_norms_whose_weights_are_computed_of_others_train():
+    """One of Motet's in float64 would keep the weight that was computed first."""
+    parts = example_module("hf_parts")
+    torch.manual_seed(0)
+    text = parts.language_model().double()
+    register_parametrization(text.model.norm, "weight", nn.Tanh())
+    model, batch = motet.compose(text, {}), parts.batches()[0][:3:3]
+    losses, optimizer = [], sgd(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(reference_step(model, batch))
+        optimizer.step()
+    assert losses[2] < losses[1] < losses[0]
 
 
 def test_what_no_family_has_in_its_layers_is_refused_by_name():
@@ -470,13 +487,23 @@ MISTAKES = {
     "other weights": "the optimizer has a weight that is none of this rank's: make it of the list",
     "closure": "motet.apply: LBFGS takes several losses in a step",
     "hook": "motet.apply: backbone.causal_lm.lm_head.weight has a hook on its gradient",
-    "module hook": "motet.apply: backbone.causal_lm has a hook on its forward or backward pass, which would not run",
+    "module hook": "motet.apply: backbone.causal_lm has a hook on its forward or backward pass, or a forward of",
     "hook on what is read": "motet.apply: encoders.image.encoder.model.embeddings.patch_embedding has a hook on its",
+    "forward": "motet.apply: encoders.image.encoder.model.encoder has a hook on its forward or backward pass, or a",
+    "pruned": "q_proj.weight is computed of other weights before each call (torch.nn.utils.prune, or its older",
+    "by frequency": "embed_tokens has scale_grad_by_freq, by which results depend on how a batch is divided: leave it",
+    "longest rows": "embeddings.position_embedding has max_norm, by which results depend on how a batch is divided",
+    "buffers": "has other buffers than rank",
     "adapter": "model.layers.0.inner.self_attn.q_proj is an adapter of peft",
     "float16": "step: autocast is in float16, in which small gradients become 0",
     "part": "motet.apply: the model is a part already",
     "whole matrices": "motet.apply: Adafactor keeps means over rows and columns of whole matrices, and under this plan",
+    "masks": "motet.apply: Rprop updates elements that it chooses by masks, and under this plan ranks share weights",
+    "norms of weights": "motet.apply: Normalised updates a weight by gradients of other elements, and under this plan",
+    "a norm of all": "motet.apply: Normalised updates a weight by gradients of other weights, and under this plan",
     "token": "step: example 1 has the token -200, and those of the model are 0 to",
+    "no list": "step: a step takes a list of LoadedExample, not a list_iterator",
+    "no example": "step: example 3 is a NoneType, and must be a LoadedExample",
     "phase": "step: example 1 has an item of 'video'; the model's encoders and generators are image",
 }
 PLANS = {
@@ -493,7 +520,23 @@ DEGREES = {
 }
 
 
+class Normalised(torch.optim.SGD):
+    """Divides gradients by their norm: of each weight, or of all of them."""
+
+    def __init__(self, weights, of_all):
+        super().__init__(weights, 0.1)
+        self.of_all = of_all
+
+    def step(self, closure=None):
+        given = [weight for group in self.param_groups for weight in group["params"]]
+        nn.utils.clip_grad_norm_(given, 1.0) if self.of_all else [nn.utils.clip_grad_norm_([it], 1.0) for it in given]
+        super().step()
+
+
 OPTIMIZERS = {
+    "masks": torch.optim.Rprop,
+    "norms of weights": partial(Normalised, of_all=False),
+    "a norm of all": partial(Normalised, of_all=True),
     "other weights": lambda part: sgd([nn.Parameter(weight.detach().clone()) for weight in part]),
     "closure": torch.optim.LBFGS,
     "whole matrices": torch.optim.Adafactor,
@@ -530,6 +573,10 @@ def refused(rank, num_ranks):
             model.encoders.to("meta")
         elif what == "fewer examples" and rank:
             batch = batch[:-1]
+        elif what == "no list" and rank:
+            batch = iter(batch)
+        elif what == "no example" and rank:
+            batch = [*batch[:3], None, *batch[4:]]
         elif what == "phase":
             text = replace(batch[1].sequence, media=("video",) * len(batch[1].media))
             batch = [batch[0], replace(batch[1], sequence=text), *batch[2:]]
@@ -554,11 +601,21 @@ def refused(rank, num_ranks):
         elif what == "hook on what is read":
             model.backbone.causal_lm.model.embed_tokens.register_forward_hook(lambda *_: None)  # It is called.
             model.encoders["image"].encoder.model.embeddings.patch_embedding.register_forward_hook(lambda *_: None)
+        elif what == "forward":
+            model.encoders["image"].encoder.model.encoder.forward = print
+        elif what == "pruned":
+            prune.l1_unstructured(model.backbone.blocks[1].inner.self_attn.q_proj, "weight", 0.5)
+        elif what == "by frequency":
+            model.backbone.causal_lm.model.embed_tokens.scale_grad_by_freq = True
+        elif what == "longest rows":
+            model.encoders["image"].encoder.model.embeddings.position_embedding.max_norm = 0.5
+        elif what == "buffers":
+            model.backbone.causal_lm.model.rotary_emb.inv_freq.mul_(1 + rank)
         elif what == "adapter":
             inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), model.backbone.causal_lm)
         elif what == "float16":
             model, plan = model.float(), replace(plan, precision="fp32")
-        elif what in ("part", "whole matrices"):
+        elif what in ("part", "whole matrices", "masks", "norms of weights"):
             plan = replace(plan, units=TOGETHER)
         if what == "part":
             motet.apply(model, plan, sgd)
@@ -581,10 +638,14 @@ def losses_beside_other_weights(rank, num_ranks, plan):
     with torch.no_grad():
         for weight in parallel.model.parameters():
             weight.mul_(0.5)
+    with torch.inference_mode():
         halved = parallel.evaluate(batches[0])
+    with torch.no_grad():
         for weight, own in zip(parallel.model.parameters(), kept):
             weight.copy_(own)
-    return halved, parallel.evaluate(batches[0]), parallel.step(batches[1]).loss
+    held = parallel.evaluate(batches[0])
+    with torch.inference_mode():
+        return halved, held, parallel.step(batches[1]).loss
 
 
 def test_a_loop_may_change_weights_as_where_it_evaluates_their_averages():
@@ -596,6 +657,67 @@ def test_a_loop_may_change_weights_as_where_it_evaluates_their_averages():
     expected = pytest.approx((reference_step(model, batches[0]), kept, step), rel=1e-10)
     sharing = (replace(TOGETHER[0], zero=1),)
     assert run_ranks(losses_beside_other_weights, 2, plan_of(sharing)) == [expected] * 2
+
+
+def steps_behind_a_failure(rank, num_ranks, plan, evaluates):
+    """The sentences on what follows a step, or an evaluation, that fails on all ranks between its messages."""
+    batches, parallel, sentences = example_module("hf_parts").batches(), motet.apply(build(), plan, sgd), []
+    held = parallel.model.backbone if rank else parallel.model.encoders["image"]
+    passes = []
+
+    def fail(*_):
+        passes.append(1)
+        if len(passes) == 2 - rank:  # The first rank has sent what the second does not get.
+            raise ZeroDivisionError
+
+    held.blocks[0].register_forward_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        parallel.evaluate(batches[0]) if evaluates else parallel.step(batches[0])
+    for goes_on in (parallel.step, parallel.evaluate):
+        with pytest.raises(UserError) as error:
+            goes_on(batches[1])
+        sentences.append(str(error.value))
+    return sentences
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_loop_that_goes_on_behind_a_failed_step_is_told(evaluates):
+    """Messages of that step were taken for those of the next one, or waited for."""
+    for of_step, held in run_ranks(steps_behind_a_failure, 2, plan_of(BESIDE, schedule="gpipe"), evaluates):
+        assert of_step.startswith("step: a step or an evaluation before has failed, and messages of it may be left")
+        assert held.startswith("evaluate: a step or")
+
+
+def replaced(rank, num_ranks, plan):
+    """The sentence on a step behind each way to give rank 1 other weights, and on a checkpoint then."""
+    batch, sentences = example_module("hf_parts").batches()[0], []
+    for change in (
+        lambda part, weight: part.load_state_dict(
+            {key: it.clone() for key, it in part.state_dict().items()}, assign=True
+        ),
+        lambda part, weight: setattr(part.backbone.causal_lm.lm_head, "weight", nn.Parameter(weight.detach().clone())),
+        lambda part, weight: setattr(weight, "data", weight.data / 2),
+    ):
+        parallel = motet.apply(build(), plan, sgd)
+        first = parallel.step(batch).loss
+        if rank == 1:
+            change(parallel.model, parallel.model.backbone.causal_lm.lm_head.weight)
+        try:
+            sentences.append(parallel.step(batch).loss < first)
+        except JointUserError as error:
+            sentences.append(str(error))
+            with pytest.raises(JointUserError, match="was replaced since"):
+                parallel.state_dict()
+    return sentences
+
+
+@pytest.mark.parametrize("units", [(replace(TOGETHER[0], zero=1),), BESIDE])
+def test_weights_that_were_replaced_are_refused_on_all_ranks(units):
+    """Passes and optimizer would go on with what they were, which of whole weights an assignment to `data` changes."""
+    for assigned, other, data in run_ranks(replaced, 2, plan_of(units)):
+        assert "weight was replaced since motet.apply, and the plan's passes and the optimizer have" in assigned
+        assert other.startswith("step: backbone.causal_lm.lm_head.weight was replaced since motet.apply")
+        assert data is True if units == BESIDE else data == other
 
 
 def step_on_own_noise(rank, num_ranks, plan):
@@ -705,10 +827,23 @@ def test_models_that_motet_does_not_compute_are_refused():
         motet.compose(parts.language_model(), {"backbone": parts.vision_tower()})
     hooked = parts.language_model()
     hooked.register_forward_pre_hook(lambda *_: None)
+    own, compiled = parts.language_model(), parts.language_model()
+    own.forward = print
+    compiled.compile(backend="eager")
+    for changed in (hooked, own, compiled):
+        with pytest.raises(
+            UserError, match="Qwen2ForCausalLM has a hook on its forward or backward pass, a forward of its own, or is"
+        ):
+            motet.compose(changed, {})
+    wrapped, tower = parts.language_model(), parts.vision_tower()
+    wrapped.model.layers[0].mlp = torch.compile(wrapped.model.layers[0].mlp, backend="eager")
     with pytest.raises(
-        UserError, match="Qwen2ForCausalLM has a hook on its forward or backward pass, which would never"
+        UserError, match=r"model\.layers\.0\.mlp of the Qwen2ForCausalLM is what torch\.compile returns"
     ):
-        motet.compose(hooked, {})
+        motet.compose(wrapped, {})
+    tower.encoder.layers[0] = torch.compile(tower.encoder.layers[0], backend="eager")
+    with pytest.raises(UserError, match=r"layers\.0 of the SiglipVisionModel is what torch\.compile returns"):
+        motet.compose(parts.language_model(), {"image": tower})
     narrow = ModalityModule(Normed(8), build_projector(8, 16, ProjectorConfig(kind="linear")))
     with pytest.raises(UserError, match="projector of 'image' makes rows of 16 values; the backbone takes rows of 32"):
         motet.compose(parts.language_model(), {"image": narrow})

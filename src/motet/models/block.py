@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
 from motet.absent import take_part
+from motet.core.errors import UserError
 from motet.dropout import draws_by_item, in_block
 
 Halves = tuple[()] | tuple[Callable[..., Tensor], Callable[..., Tensor]]
@@ -106,17 +108,41 @@ def hooks_passes(module: nn.Module) -> bool:
     return any(getattr(module, kind, None) for kind in kinds)
 
 
-def is_changed(module: nn.Module) -> bool:
-    """Whether calling a module does more than its class says: it has hooks on its passes, or a `forward` of its own."""
+def is_called_otherwise(module: nn.Module) -> bool:
+    """Whether a call of a module runs more than its class says: hooks on its passes, or a `forward` of its own."""
     return hooks_passes(module) or "forward" in vars(module)
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Whether calling a module does more than its class says, or its weights are computed of others
+    (`torch.nn.utils.parametrize`).
+    """
+    return is_called_otherwise(module) or is_parametrized(module)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of a module itself are compiled, as `module.compile()` has it."""
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def wrap_blocks(root: nn.Module, layers: Iterable[nn.Module], first: int = 0) -> list[Block]:
     """Replace each of `layers` inside `root` by a Block around it, and return the Blocks in the order of `layers`.
 
-    first: the number of the first one. Raises ValueError for a layer that is not a submodule of `root`.
+    first: the number of the first one. Raises UserError for a layer that stands twice in `layers`, and ValueError for
+    one that is not a submodule of `root`.
     """
-    owners = {child: (parent, name) for parent in root.modules() for name, child in parent._modules.items() if child}
+    layers = list(layers)
+    if (count := len({id(layer) for layer in layers})) < len(layers):
+        raise UserError(
+            f"{type(root).__name__} runs one layer in several places ({len(layers)} layers, of which {count} are "
+            "apart): each must be a layer of its own, as by copy.deepcopy."
+        )
+    owners = {
+        child: (parent, name)
+        for parent in root.modules()
+        for name, child in parent._modules.items()
+        if child is not None
+    }
     blocks = []
     for number, layer in enumerate(layers, first):
         if layer not in owners:

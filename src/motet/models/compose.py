@@ -12,7 +12,7 @@ from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
-from motet.models.block import hooks_passes
+from motet.models.block import is_called_otherwise, is_compiled
 from motet.models.exact import keep_float64
 from motet.models.families.registry import ENCODERS, backbone_family
 from motet.models.families.supported import check_encoder
@@ -39,7 +39,8 @@ def compose(
                 are drawn from torch's generator; they learn with the output projector.
     What is frozen (`requires_grad_(False)`) stays frozen.
     Raises UserError for a class that no family of the registry has, for options that Motet does not compute, for rows
-    that are not as wide as the backbone's, for a hook on the whole backbone, and for a dict in place of a config.
+    that are not as wide as the backbone's, for a hook on the whole backbone, for what `torch.compile` returns, and for
+    a dict in place of a config.
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM, SiglipVisionConfig, SiglipVisionModel
@@ -65,11 +66,12 @@ def compose(
     if both := encoders.keys() & generators.keys():
         raise UserError(f"{min(both)!r} names an encoder and a generator: give each a name of its own.")
     backbone_family(backbone)
-    if hooks_passes(backbone):
+    if is_called_otherwise(backbone) or is_compiled(backbone):
         raise UserError(
-            f"The {type(backbone).__name__} has a hook on its forward or backward pass, which would never run, as what "
-            "is in it is called: register it on a module in it."
+            f"The {type(backbone).__name__} has a hook on its forward or backward pass, a forward of its own, or is "
+            "compiled, which would never run, as what is in it is called: do so to a module in it, as to its layers."
         )
+    _check_no_wrapper(backbone)
     backbone.set_attn_implementation(ATTENTION)
     queries = {name: each.num_queries for name, each in generators.items() if each.num_queries}
     whole = Backbone(backbone, queries=queries, turns=[name for name in generators if name not in queries])
@@ -85,6 +87,15 @@ def compose(
         else:
             made[name] = _projected(name, encoder, whole, projectors.get(name, ProjectorConfig()))
     return MLLM(made, whole, {name: _behind(name, each, whole) for name, each in generators.items()})
+
+
+def _check_no_wrapper(model: PreTrainedModel) -> None:
+    """Raise UserError for a module in the place of one of the family's, which would not be known for it."""
+    if name := next((name for name, each in model.named_modules() if "_orig_mod" in each._modules), ""):
+        raise UserError(
+            f"{name} of the {type(model).__name__} is what torch.compile returns, in whose names and class the "
+            f"family's are not known: compile it in place, by model.{name}.compile()."
+        )
 
 
 def _check_names(named: Mapping[str, object], what: str) -> None:
@@ -116,6 +127,7 @@ def _projected(name: str, encoder: PreTrainedModel, backbone: Backbone, config: 
         known = ", ".join(family.model.__name__ for family in ENCODERS.values())
         raise UserError(f"{type(encoder).__name__} is no encoder that Motet knows as {name!r}; there are {known}.")
     check_encoder(encoder.config, f"{type(encoder).__name__}: ")
+    _check_no_wrapper(encoder)
     encoder.set_attn_implementation(ATTENTION)
     adapter = family.adapter(encoder)
     like = next(encoder.parameters())

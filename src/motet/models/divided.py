@@ -15,13 +15,14 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from motet.chunked import ColumnProducts
 from motet.core.workload import BACKBONE
 from motet.dropout import set_divided
 from motet.models.backbone import Backbone
-from motet.models.block import is_changed
+from motet.models.block import is_changed, is_compiled
 from motet.models.dit import DiT
 from motet.models.exact import Float64RMSNorm
 from motet.models.experts import RoutedExperts, divide_experts, expert_parameters
@@ -64,6 +65,7 @@ from motet.tensor_parallel import (
 _DividedModule: TypeAlias = ModalityModule | Backbone | GeneratorModule
 _ROW_NORMS = Olmo2RMSNorm, ShapedRMSNorm, Float64RMSNorm
 """Norms of rows of all heads, of which `divide_norm` takes the mean over ranks."""
+_CHANGED = "has a hook, a forward or a parametrization of its own"
 _PROJECTOR = (TensorBranch("", ("layers.0",), "layers.2"),)
 
 
@@ -80,17 +82,55 @@ def why_undivided(mllm: MLLM, name: str) -> str:
     for root, branch in _branches(module):
         first = (branch.fused,) if branch.fused else branch.columns
         for path in (*first, *branch.beside, *branch.rows):
-            if not isinstance(product := _at(root, path), nn.Linear | SplitLinear | None):
-                return f"{path} is a {type(product).__name__}, as another package puts it there, and not torch's"
-            if product is not None and is_changed(product):
-                return f"{path} has a hook or a forward of its own, and each rank has a part of its product"
+            if (product := _at(root, path)) is not None and (why := _why_not_linear(product)):
+                return f"{path} {why}"
         for path in _row_norm_paths(root, branch):
             if not isinstance(norm := _at(root, path), _ROW_NORMS):
                 return f"{path} is a {type(norm).__name__} of all heads, and not the family's own, and ranks have some"
-            if is_changed(norm):
-                return f"{path} has a hook or a forward of its own, and each rank has some of the heads that it norms"
+        for path in (*branch.head_norms, *branch.row_norms):
+            if (norm := _at(root, path)) is not None and is_changed(norm):
+                return f"{path} {_CHANGED}, and each rank has some of the heads that it norms"
+    if path := next((path for path, each in model.named_modules() if path and is_compiled(each)), ""):
+        return f"{path} is compiled, and ranks meet in it"
+    for root in dict.fromkeys((*_layers(module), *(root for root, _ in _branches(module)))):
+        for path, each in root.named_modules():
+            is_bare = (
+                not each._parameters and not each._modules
+            )  # As an activation, which is called with inner columns.
+            if is_bare and is_changed(each):
+                return f"{path} {_CHANGED}, and each rank may have a part of what it is called with"
+    if isinstance(module, Backbone) and (why := _why_not_by_tokens(module)):
+        return why
     if unknown := _unknown_parameter(mllm, name):
         return f"{unknown} of a layer is in no product or norm of the family's, and ranks would not sum its gradient"
+    return ""
+
+
+def _why_not_linear(product: nn.Module) -> str:
+    """What a product is that ranks cannot share, in words; "" if it is one of torch's or of Motet's."""
+    kind, each_has = type(product), "and each rank has a part of its product"
+    if not isinstance(product, nn.Linear | SplitLinear):
+        return f"is a {kind.__name__}, as another package puts it there, and not torch's"
+    if is_changed(product):
+        return f"{_CHANGED}, {each_has}"
+    is_known = isinstance(product, SplitLinear | LoraLinear) or kind.forward is nn.Linear.forward
+    return "" if is_known else f"is a {kind.__name__} with another forward than torch's Linear, {each_has}"
+
+
+def _why_not_by_tokens(backbone: Backbone) -> str:
+    """Why ranks cannot share the embedding and the output layer of a backbone by tokens, in words; "" if they can.
+
+    Hooks on the embedding, and on the last norm, see whole rows.
+    """
+    table, head = _vocabulary(backbone)
+    if why := _why_not_linear(head):
+        return f"the output layer {why}"
+    if is_parametrized(table) or "forward" in vars(table):
+        return f"the embedding of tokens {_CHANGED}, and each rank has the rows of some tokens"
+    if not type(table).__module__.startswith(("torch.", "transformers.")):
+        return f"the embedding of tokens is a {type(table).__name__}, and each rank has the rows of some tokens"
+    if is_parametrized(backbone.text.norm):
+        return f"the last norm {_CHANGED}, and ranks would not sum its gradient"
     return ""
 
 

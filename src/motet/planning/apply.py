@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from motet.core.cluster import Cluster
@@ -26,10 +26,11 @@ from motet.cost.memory import PRECISION_OF_DTYPE
 from motet.cost.source import cost_model
 from motet.dispatch import LoadedExample
 from motet.dropout import drops_out
-from motet.models.block import Block, hooks_passes
+from motet.models.block import Block, is_called_otherwise
 from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
 from motet.planner.job import Job
+from motet.planning.elementwise import mixes
 from motet.planning.parallel_mllm import ParallelMLLM, lengths_of_batch
 from motet.planning.plan_first import fastest_plan
 from motet.planning.sources import plan_at
@@ -113,12 +114,24 @@ def _check_model(mllm: nn.Module) -> None:
             f"motet.apply: {hooked} has a hook on its gradient, which a plan may compute elsewhere, in parts and by "
             "microbatches: remove it."
         )
-    if hooked := next((name for name in _around_blocks(mllm, modules) if hooks_passes(modules[name])), None):
+    if hooked := next((name for name in _around_blocks(mllm, modules) if is_called_otherwise(modules[name])), None):
         raise UserError(
-            f"motet.apply: {hooked} has a hook on its forward or backward pass, which would not run, or not on the "
-            "whole of it, as stages call blocks, and compute what is around them by themselves: register it on a "
-            "block, or on a module in one."
+            f"motet.apply: {hooked} has a hook on its forward or backward pass, or a forward of its own, which would "
+            "not run, or not on the whole of it, as stages call blocks, and compute what is around them by themselves: "
+            "set it on a block, or on a module in one."
         )
+    made = (f"{name}.{key}" for name, each in modules.items() for key, value in vars(each).items() if _is_made(value))
+    if path := next(made, ""):
+        raise UserError(
+            f"motet.apply: {path} is computed of other weights before each call (torch.nn.utils.prune, or its older "
+            "weight_norm and spectral_norm), which parts of a model cannot keep: end it by prune.remove and the like, "
+            "or take torch.nn.utils.parametrizations."
+        )
+    for name, each in modules.items():
+        if switch := _depends_on_batch(each):
+            raise UserError(
+                f"motet.apply: {name} has {switch}, by which results depend on how a batch is divided: leave it out."
+            )
     if foreign := next((name for name, each in modules.items() if type(each).__module__.startswith("peft.")), ""):
         raise UserError(
             f"motet.apply: {foreign} is an adapter of peft, whose weights have no place in a plan: merge it before "
@@ -146,6 +159,20 @@ def _around_blocks(mllm: MLLM, modules: Mapping[str, nn.Module]) -> Iterator[str
 
 def _has_hooks(weight: nn.Parameter) -> bool:
     return any(getattr(weight, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+
+
+def _depends_on_batch(module: nn.Module) -> str:
+    """The option of an embedding by which it computes otherwise on a part of a batch, or no sums of gradients; ""."""
+    if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return ""
+    if module.max_norm is not None:
+        return "max_norm"
+    of_gradients = ("scale_grad_by_freq", "sparse") if module.weight.requires_grad else ()
+    return next((switch for switch in of_gradients if getattr(module, switch)), "")
+
+
+def _is_made(value: object) -> bool:
+    return isinstance(value, Tensor) and not value.is_leaf
 
 
 def _check_device(mllm: MLLM, device: torch.device) -> None:
@@ -283,8 +310,22 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, known: Sequence[nn.Parame
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UserError("motet.apply: LBFGS takes several losses in a step, and a step of a plan has one.")
-    if (why := WHOLE_MATRICES.get(kind.lower())) and any(isinstance(each, DTensor) for each in given):
+    is_shared = any(isinstance(each, DTensor) for each in given)
+    names = (base.__name__.lower() for base in type(optimizer).__mro__)
+    if is_shared and (why := next((WHOLE_MATRICES[name] for name in names if name in WHOLE_MATRICES), "")):
         raise UserError(f"motet.apply: {kind} {why}, and under this plan ranks share weights (DTensor).")
+    if is_shared and isinstance(optimizer, torch.optim.Rprop):
+        raise UserError(
+            f"motet.apply: {kind} updates elements that it chooses by masks, and under this plan ranks share weights "
+            "(DTensor), of which torch can choose none."
+        )
+    mixed = "" if type(optimizer).__module__.startswith("torch.optim.") else mixes(optimizer)
+    if mixed == "weights" or (mixed and is_shared):
+        raise UserError(
+            f"motet.apply: {kind} updates a weight by gradients of other {mixed}, and under this plan ranks have "
+            f"{'some weights' if mixed == 'weights' else 'parts of weights (DTensor)'} each: take an optimizer that "
+            "treats each element by itself, as AdamW does."
+        )
 
 
 def _update_one_by_one(group: dict[str, Any]) -> None:
@@ -304,12 +345,20 @@ def _update_one_by_one(group: dict[str, Any]) -> None:
 def _check_same_weights(mllm: MLLM, world: World) -> None:
     """Raise JointUserError if ranks have built different models. A collective."""
     with torch.no_grad():
-        # As text, in which nan is equal to nan.
-        sums = {name: float(each.sum(dtype=torch.float64)).hex() for name, each in mllm.named_parameters()}
-    for rank, others in enumerate(world.gather(sums)):
-        if others != sums:
-            name = next((name for name in sums if others.get(name) != sums[name]), "its modules")
-            raise JointUserError(
-                f"motet.apply: rank {rank} has other weights than rank {world.rank}, first {name}: seed torch alike on "
-                "all ranks before the model is built, or load the same weights."
-            )
+        of_weights, of_buffers = (
+            # As text, in which nan is equal to nan.
+            {
+                name: float(each.sum(dtype=torch.float64)).hex()
+                for name, each in named
+                if not (each.is_complex() or each.is_meta)
+            }
+            for named in (mllm.named_parameters(), mllm.named_buffers())
+        )
+    for rank, (weights, buffers) in enumerate(world.gather((of_weights, of_buffers))):
+        for what, others, own in (("weights", weights, of_weights), ("buffers", buffers, of_buffers)):
+            if others != own:
+                name = next((name for name in own if others.get(name) != own[name]), "its modules")
+                raise JointUserError(
+                    f"motet.apply: rank {rank} has other {what} than rank {world.rank}, first {name}: seed torch alike "
+                    "on all ranks before the model is built, or load the same weights."
+                )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from motet.assign.whole_step import DecidedMicrobatch
 from motet.core.errors import JointUserError, UserError
@@ -79,10 +81,12 @@ class ParallelMLLM:
         self._decide, self._decide_held = StepDecider(place), StepDecider(place, own_fills=True)
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
         self._step, self.optimizer = build_part(model, plan.model, place, part, mesh, world)
-        self._learns = _learning(model)
+        self._weights = _weights(model)
         self._buffers, self._are_checked = Buffers(model), False
+        self._has_failed = False
         self._lines: dict[Path, list[str]] = {}  # Of each folder, resolved, the checkpoints that led here.
 
+    @torch.inference_mode(False)
     def step(self, batch: Sequence[LoadedExample]) -> StepResult:
         """Forward, backward and optimizer of one step in the Plan's schedule. A collective.
 
@@ -95,21 +99,22 @@ class ParallelMLLM:
         The result has the loss of the whole step, the mean over its targets and, of each generator, `weight`
         times the mean over the rows of its items (`losses` has them apart), and the gradient norm before clipping.
         Raises JointUserError on all ranks for a batch that is not as it must be on any of them, and, behind the first
-        step, for a buffer that it has changed (`train/changing_buffers.py`).
+        step, for a buffer that it has changed (`train/changing_buffers.py`); UserError behind a step that has failed.
         """
         batches = self._dealt("step", batch, self._decide)
         self._step.held.updated()  # The loop may have changed weights, as one that evaluates their averages does.
         self.model.train()  # `from_pretrained` gives models in eval mode, and a loop may evaluate between steps.
         devices = [self._world.device] if self._world.device.type == "cuda" else []
-        with self._autocast(), torch.random.fork_rng(devices):
+        with self._passing(), self._autocast(), torch.random.fork_rng(devices):
             torch.manual_seed(step_seed(self._seed, self.num_steps, self._step.place.noise_rank))
             result = self._step.run(batches, self.num_steps)
         self.num_steps += 1
         if not self._are_checked:
-            self._are_checked = True
             self._buffers.check(self._world)
+            self._are_checked = True
         return result
 
+    @torch.inference_mode(False)  # In a loop's own, weights that ranks share cannot be gathered.
     def evaluate(self, batch: Sequence[LoadedExample]) -> float:
         """The loss of a batch in eval mode, as of `StepResult.loss`, on every rank; nothing learns. A collective.
 
@@ -118,7 +123,7 @@ class ParallelMLLM:
         batches = self._dealt("evaluate", batch, self._decide_held)
         self._step.held.updated()
         self.model.eval()
-        with self._autocast(), torch.no_grad():
+        with self._passing(), self._autocast(), torch.no_grad():
             loss_sum, num_targets, *made = self._step.evaluate(batches).tolist()
         loss = loss_sum / max(num_targets, 1)
         for (name, weight), of_items in zip(self._step.weights.items(), made, strict=True):
@@ -132,6 +137,8 @@ class ParallelMLLM:
         A model that `motet.compose` makes anew takes them by `load_state_dict`. Files for transformers: `export`.
         """
         self._buffers.check(self._world)  # Not all modules have input in the first step.
+        with self._world.together():
+            self._check_weights()
         return gathered_weights(self.model, self._world)
 
     def export(self, directory: Path | str) -> None:
@@ -155,6 +162,7 @@ class ParallelMLLM:
         folder, step = Path(folder), self.num_steps
         self._buffers.check(self._world)
         with self._world.together():
+            self._check_weights()
             name = self._optimizer_name("save")
             if keep < 1:
                 raise UserError(f"save: keep is {keep}; it must be at least 1.")
@@ -213,10 +221,27 @@ class ParallelMLLM:
             kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
         )
 
+    @contextmanager
+    def _passing(self) -> Iterator[None]:
+        """In the block, ranks send each other what they make; an exception leaves messages between them."""
+        try:
+            yield
+        except BaseException:
+            self._has_failed = True
+            raise
+
     def _dealt(self, what: str, batch: Sequence[LoadedExample], decide: StepDecider) -> list[RankBatch]:
         """This rank's part of a batch, by microbatch. what: the method, for errors, as of `step`. A collective."""
+        if self._has_failed:  # At once, as others may still be in that step.
+            raise UserError(
+                f"{what}: a step or an evaluation before has failed, and messages of it may be left between ranks: "
+                "build the model anew and apply it, and go on from a checkpoint by `load`."
+            )
         failure, digest, values, batches = "", b"", b"", []
+        unexpected: Exception | None = None
         try:
+            _check_examples(batch)
+            self._check_weights()
             self._check_learns()
             if what == "step":
                 self._check_autocast()
@@ -226,7 +251,11 @@ class ParallelMLLM:
             batches = self._batches(batch, lengths, decide)
         except (UserError, ValueError) as error:
             failure = f"{what}: {error}"
+        except Exception as error:  # Others must not wait for this rank.
+            failure, unexpected = f"{what}: a rank failed with {type(error).__name__}: {error}", error
         of_ranks = self._world.gather((failure, digest, self._shares_with, values))
+        if unexpected is not None:
+            raise unexpected
         if failures := [each for each, *_ in of_ranks if each]:
             raise JointUserError(failures[0])
         if other := next((rank for rank, (_, each, *_) in enumerate(of_ranks) if each != of_ranks[0][1]), 0):
@@ -253,13 +282,26 @@ class ParallelMLLM:
                     f"{self._num_tokens - 1}; what stands for an item must be one of them, too"
                 )
 
+    def _check_weights(self) -> None:
+        """Raise UserError if weights were replaced since passes and optimizer were made, and not changed in place."""
+        now = _weights(self.model)
+        for name in {**self._weights, **now}:
+            if name not in now or name not in self._weights or not now[name].is_same(self._weights[name]):
+                raise UserError(
+                    f"{name} was replaced since motet.apply, and the plan's passes and the optimizer have what it was: "
+                    "change weights in place, by weight.copy_(values) under torch.no_grad() or by load_state_dict "
+                    "without assign, neither by a new parameter nor by weight.data = values"
+                )
+
     def _check_learns(self) -> None:
         """Raise UserError if weights were frozen, or let learn, since passes and optimizer were made."""
-        if name := next((name for name, learns in _learning(self.model).items() if learns != self._learns[name]), ""):
-            raise UserError(
-                f"{name} {'no longer learns' if self._learns[name] else 'learns now'}, and the plan's passes are made "
-                "for what learned when motet.apply was called: freeze before it, and apply a whole model anew to change"
-            )
+        for name, weight in self._weights.items():
+            if weight.parameter.requires_grad != weight.learns:
+                raise UserError(
+                    f"{name} {'no longer learns' if weight.learns else 'learns now'}, and the plan's passes are made "
+                    "for what learned when motet.apply was called: freeze before it, and apply a whole model anew to "
+                    "change"
+                )
 
     def _check_autocast(self) -> None:
         """Raise UserError for autocast in float16, the default on CUDA."""
@@ -301,9 +343,38 @@ def _say(sentence: str) -> None:
     print(sentence, file=sys.stderr)
 
 
-def _learning(model: nn.Module) -> dict[str, bool]:
-    """Name of each parameter -> whether it learns."""
-    return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+class _Weight(NamedTuple):
+    """A weight of this rank. memory: what its values are in, of one of which ranks share parts; else it may change."""
+
+    parameter: nn.Parameter
+    learns: bool
+    memory: tuple[torch.UntypedStorage, ...]
+
+    def is_same(self, other: _Weight) -> bool:
+        pairs = zip(self.memory, other.memory, strict=True)
+        return self.parameter is other.parameter and all(own is theirs for own, theirs in pairs)
+
+
+def _weights(model: nn.Module) -> dict[str, _Weight]:
+    """Each weight by its name."""
+    return {name: _Weight(each, each.requires_grad, _memory(each)) for name, each in model.named_parameters()}
+
+
+def _memory(weight: nn.Parameter) -> tuple[torch.UntypedStorage, ...]:
+    """Of a DTensor: its own, which an assignment to `data` replaces, and that of this rank's part, which stays then."""
+    if not isinstance(weight, DTensor):
+        return ()
+    with torch.no_grad():
+        return weight.untyped_storage(), weight.to_local().untyped_storage()
+
+
+def _check_examples(batch: Sequence[LoadedExample]) -> None:
+    """Raise UserError for what is no list of examples."""
+    if not isinstance(batch, Sequence):
+        raise UserError(f"a step takes a list of LoadedExample, not a {type(batch).__name__}")
+    for number, example in enumerate(batch):
+        if not isinstance(example, LoadedExample):
+            raise UserError(f"example {number} is a {type(example).__name__}, and must be a LoadedExample")
 
 
 def lengths_of_batch(batch: Sequence[LoadedExample], measured: Mapping[str, Measure]) -> BatchLengths:

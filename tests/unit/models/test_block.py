@@ -1,6 +1,8 @@
+import pytest
 import torch
 from torch import nn
 
+from motet.core.errors import UserError
 from motet.models.block import Block, outside_blocks, plain_names, wrap_blocks
 
 
@@ -34,6 +36,23 @@ def test_input_of_a_block_needs_a_gradient_if_and_only_if_gradients_are_taken():
     with torch.no_grad():
         block(x, 1.0)
     assert seen == [True, False] and not x.requires_grad
+
+
+def test_layers_are_found_beside_modules_that_have_no_length():
+    class Lengthless(nn.Linear):
+        def __len__(self):
+            raise TypeError
+
+    root = nn.Sequential(Lengthless(3, 3), Layer())
+    assert wrap_blocks(root, [root[1]]) == [root[1]]
+
+
+def test_one_layer_in_two_places_is_refused():
+    root = nn.Sequential(layer := Layer(), layer)
+    with pytest.raises(
+        UserError, match=r"Sequential runs one layer in several places \(2 layers, of which 1 are apart"
+    ):
+        wrap_blocks(root, root)
 
 
 def test_names_without_blocks():
