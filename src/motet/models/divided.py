@@ -94,10 +94,8 @@ def why_undivided(mllm: MLLM, name: str) -> str:
         return f"{path} is compiled, and ranks meet in it"
     for root in dict.fromkeys((*_layers(module), *(root for root, _ in _branches(module)))):
         for path, each in root.named_modules():
-            is_bare = (
-                not each._parameters and not each._modules
-            )  # As an activation, which is called with inner columns.
-            if is_bare and is_changed(each):
+            # One without weights, as an activation, may be called with inner columns.
+            if not each._parameters and not each._modules and is_changed(each):
                 return f"{path} {_CHANGED}, and each rank may have a part of what it is called with"
     if isinstance(module, Backbone) and (why := _why_not_by_tokens(module)):
         return why
