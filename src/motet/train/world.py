@@ -33,7 +33,7 @@ from motet.core.words import counted_words
 from motet.runtime.groups import new_group
 from motet.runtime.mesh import of_other_examples
 from motet.train.attempt import agreed_attempt
-from motet.train.watch import Watch, come, who_is_missing
+from motet.train.watch import Watch, come, is_first_to_fail, stay_until_told, who_is_missing
 
 LOOPBACK = "127.0.0.1"
 _LOOPBACK_INTERFACE = "lo"
@@ -345,7 +345,10 @@ def _check_interfaces() -> None:
 
 def _explain(error: RuntimeError, meeting: Meeting) -> None:
     """Note who has not come, on one rank. Raises UserError or RankFailure if all have and cannot connect."""
-    is_first, missing = who_is_missing(meeting.store, meeting.rank, meeting.num_ranks)
+    is_first = is_first_to_fail(meeting.store, meeting.rank)
+    missing = who_is_missing(meeting.store, meeting.num_ranks)
+    if not is_first:
+        stay_until_told()
     note_origin(error, rank=meeting.rank, speaks=is_first, others=f", as {missing}" if missing else "")
     if missing:
         return
