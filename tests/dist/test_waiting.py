@@ -16,7 +16,7 @@ from cli.meddling import PROGRAM, Meddling
 from cli.test_stop import TORCHRUN
 from cli.tiny_job import losses, write_tiny_job
 from dist.test_planned import DEEPER, FEW_CUTS, plan_of
-from motet.core.errors import has_waited_in_vain, origin_of
+from motet.core.errors import RankFailure, has_waited_in_vain, origin_of
 from motet.core.plan_file import write_plan
 from motet.crash import _sentence
 from motet.runtime import groups
@@ -24,7 +24,7 @@ from motet.runtime.groups import new_group
 from motet.runtime.mesh import build_mesh
 from motet.runtime.p2p import Inbox, Lanes
 from motet.train.watch import Watch
-from motet.train.world import Meeting, join_world, open_store
+from motet.train.world import Meeting, _tell, join_world, open_store
 from ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -115,6 +115,26 @@ def outlived(rank, num_ranks):
 def test_a_rank_stays_until_it_is_known_who_is_gone():
     """Who listens to it would else take it for the one that died."""
     assert run_ranks(outlived, 2)[1] == ((False, ""), True)
+
+
+def told_of_a_failure(rank, num_ranks):
+    """Whether rank 0 has said that it fails when rank 1, which was told so, ends."""
+    store = dist.distributed_c10d._get_default_store()
+    watch, has_failed = Watch(store, rank, num_ranks), None
+    if rank == 1:
+        fails = threading.Timer(0.5, store.clone().set, ("failed", "0"))
+        fails.start()
+        _tell(watch, RankFailure("rank 0 failed"))
+        has_failed = store.check(["failed"])
+        fails.join()
+    dist.barrier()
+    watch.leave()
+    return has_failed
+
+
+def test_a_rank_stays_until_the_one_has_spoken_whose_failure_it_was_told():
+    """torchrun would end that one in the midst of its sentence, or before it."""
+    assert run_ranks(told_of_a_failure, 2) == [None, True]
 
 
 def without_store(rank, num_ranks):

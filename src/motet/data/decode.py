@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,12 @@ from motet.data.media import BadMedia, MediaRef, failure_reason
 from motet.data.ray_actors import RayCluster
 from motet.data.transforms import Transform, load_media
 from motet.data.videos import amount_of
-from motet.data.workers import WorkerDied, WorkerPool
+from motet.data.workers import TASK_LIMIT_S, WorkerDied, WorkerPool
+
+LIMIT, LIMIT_IN_WORDS = 0.75, "three quarters"
+"""The part of the time that ranks wait for each other in which an item must be decoded, so that its rank says which
+is not before others say that they have waited for the rank.
+"""
 
 
 class Decoder:
@@ -27,20 +33,28 @@ class Decoder:
 
     cluster: loads in as many actors of a Ray cluster instead. Closing the decoder does not close it.
 
+    limit_s: an item that takes longer hangs.
+
     Close it, or use it in a `with` block. A file that kills its decoder is a BadMedia in a worker; in this process it
-    ends the program. Raises WorkerDied if workers die again and again, and UserError for a file that actors cannot
-    open and this process can.
+    ends the program. Raises WorkerDied if workers die again and again, UserError for a file that actors cannot open and
+    this process can, and TimeoutError for an item that hangs, with the file's name.
     """
 
     def __init__(
-        self, transforms: Mapping[str, Transform], num_workers: int = 0, cluster: RayCluster | None = None
+        self,
+        transforms: Mapping[str, Transform],
+        num_workers: int = 0,
+        cluster: RayCluster | None = None,
+        *,
+        limit_s: float = TASK_LIMIT_S,
     ) -> None:
-        self._cluster = cluster
+        self._cluster, self._limit_s = cluster, limit_s
         given = dict(transforms), num_workers > 0
         if cluster is None:
-            self._pool = WorkerPool(num_workers, _Loader, *given)
+            self._pool = WorkerPool(num_workers, _Loader, *given, limit_s=limit_s)
         else:
-            self._pool = WorkerPool(num_workers, _ElsewhereLoader, *given, start=cluster.start_actor)
+            start = cluster.start_actor
+            self._pool = WorkerPool(num_workers, _ElsewhereLoader, *given, limit_s=limit_s, start=start)
 
     @property
     def num_deaths(self) -> int:
@@ -79,7 +93,9 @@ class Decoder:
         def settle(done: Future[list[Media] | BadMedia | _NotOpened]) -> None:
             error: BaseException | None = done.exception()
             bad: BadMedia | None = None
-            if isinstance(error, WorkerDied) and not error.is_final:
+            if isinstance(error, WorkerDied) and error.hangs:
+                error = self._hanging(ref)
+            elif isinstance(error, WorkerDied) and not error.is_final:
                 error, bad = None, BadMedia(ref.name, f"its decoder {error.how}")
             elif error is None and isinstance(result := done.result(), BadMedia):
                 bad = BadMedia(ref.name, result.reason)
@@ -98,6 +114,13 @@ class Decoder:
         self._pool.submit((task, tuple(readers))).add_done_callback(settle)
         return loaded
 
+    def _hanging(self, ref: MediaRef) -> TimeoutError:
+        why = (
+            f"decoding it has not ended in {self._limit_s:g} s, {LIMIT_IN_WORDS} of run.wait_limit_s; mend or remove "
+            "it, or raise that"
+        )
+        return TimeoutError(errno.ETIMEDOUT, why, ref.name)
+
     def load(self, refs: Sequence[MediaRef], readers: Sequence[Sequence[str]] | None = None) -> list[Media | BadMedia]:
         """Load the items and wait for them; results are in the order of `submit`."""
         return [future.result() for future in self.submit(refs, readers)]
@@ -111,6 +134,14 @@ class Decoder:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._pool.__exit__(kind, *rest)
+
+
+def loaded_item(future: Future[Media | BadMedia], where: Callable[[], str]) -> Media | BadMedia:
+    """A submitted item, once it is loaded. where: the manifest and line of its example. Raises as `Decoder` says."""
+    try:
+        return future.result()
+    except TimeoutError as error:
+        raise TimeoutError(error.errno, error.strerror, f"{where()}: {error.filename}") from error
 
 
 _S_PER_UNIT = {IMAGE: 3e-8, AUDIO: 1e-8, VIDEO: 5e-9}

@@ -77,6 +77,12 @@ class Watch:
         except RuntimeError:
             return True, ""  # The store's process has ended; two sentences are better than none.
 
+    def stay_until_another_fails(self) -> None:
+        """Stay until the rank has spoken whose failure this rank has been told of."""
+        with suppress(RuntimeError):  # The store's process has ended.
+            _until(lambda: self._store.check(["failed"]), 2 * _ANSWER_S)
+        stay_until_told()
+
     def _who_waits(self, action: str, is_first: bool) -> str:
         self._store.set(f"waits/{self._rank}", action or "no action of a step")
         others = [rank for rank in range(self._num_ranks) if rank != self._rank]

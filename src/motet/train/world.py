@@ -282,7 +282,9 @@ def _tell(watch: Watch, error: BaseException) -> None:
     # torchrun ends all ranks when one has ended; this one ends by itself, when it has said why.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if not isinstance(error, RankFailure):  # Else the rank that it is about speaks.
+    if isinstance(error, RankFailure):
+        watch.stay_until_another_fails()
+    else:
         speaks, others = watch.fail(error)
         note_origin(error, speaks=speaks, others=others)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -20,7 +21,7 @@ from motet.assign.whole_step import DecidedMicrobatch, DecidedStep, decide_step
 from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BatchLengths, home_ranks
-from motet.data.decode import Decoder
+from motet.data.decode import Decoder, loaded_item
 from motet.data.examples import Examples
 from motet.data.media import BadMedia, MediaRef
 from motet.data.order import StepExamples
@@ -126,7 +127,7 @@ class Pending:
         """The examples of this share that cannot be used; waits until all items are loaded."""
         unreadable = []
         for index, future in self.items:
-            media = future.result()
+            media = loaded_item(future, partial(self.where, index))
             if isinstance(media, BadMedia):
                 unreadable.append(UnreadableExample(index, self.where(index), media.path, media.reason))
         return unreadable
