@@ -117,6 +117,21 @@ def test_a_disk_that_fills_up_while_logging_stops_the_run_with_what_it_has(job, 
     assert done.returncode == 0
 
 
+@pytest.mark.parametrize("put_back", [False, True])
+def test_a_folder_that_is_removed_ends_the_run_and_is_not_made_anew(job, tmp_path, put_back):
+    """Another run may have begun there meanwhile."""
+    folder = tmp_path / "run"
+    removes = f"import shutil; shutil.rmtree({str(folder)!r})" + (f"; os.mkdir({str(folder)!r})" if put_back else "")
+    meddling = Meddling(STEP, 3, 0, removes)
+    done = motet(*arguments(job, folder, *SHORT, "checkpoint.every_steps=1", "run.steps=6"), meddling=meddling)
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"run.dir = {folder}, or run.lock in it, was removed or moved away while the run went on, so training stops; "
+        "nothing is saved.\n",
+    )
+    assert not any(folder.iterdir()) if put_back else not folder.exists()
+
+
 @pytest.mark.parametrize("max_file_bytes", [300, 3_000, 30_000])
 def test_a_full_disk_is_one_sentence(job, tmp_path, max_file_bytes):
     """Of files that may not grow further: the index is the first, then recipe.toml, metrics.jsonl, the checkpoint."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from motet.core.errors import UserError
+from motet.core.files import write_whole
 
 HELDOUT_FILE = "heldout.jsonl"
 METRICS = frozenset(("step", "loss", "step_s", "num_tokens", "phases", "balance"))
@@ -89,9 +89,7 @@ def cut_lines(path: Path, first_step: int, keys: frozenset[str]) -> None:
             raise UserError(f"{path}, line {number}, is no step of a run, so the file is another's; move it away.")
         if step is not None and step <= first_step:
             kept.append(line.rstrip(b"\n") + b"\n")
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(b"".join(kept))
-    os.replace(temporary, path)
+    write_whole(path, b"".join(kept))
 
 
 def step_of(line: bytes, keys: frozenset[str]) -> int | None:
