@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from motet.core.errors import JointUserError, happening, originating
+from motet.core.errors import JointUserError, Stopped, happening, originating
 from motet.core.files import write_whole
 from motet.core.plan_file import plan_digest
 from motet.core.timeline import Span, Timeline
@@ -92,7 +92,7 @@ def train(
     resume: "auto", "never", or the path of a checkpoint. trace: write trace.json, timeline.json and timeline.html.
     chosen: as of `build_job`. plan: plans first, as a collective; it is given a function that prints a sentence.
     phase: said at its beginning; with `resume` "auto", one that has ended and is not the last is passed over.
-    Raises UserError if the input is wrong, and SystemExit(128 + signal) after a signal to stop.
+    Raises UserError if the input is wrong, and Stopped, a SystemExit(128 + signal), after a signal to stop.
     """
     start_s = time.perf_counter()
     started = StartedRanks.at_hand()
@@ -457,13 +457,13 @@ class _Run:
         return True
 
     def _leave(self, request: int) -> None:
-        """End the run early, as a rank requests. Raises JointUserError or SystemExit."""
+        """End the run early, as a rank requests. Raises JointUserError or Stopped."""
         if request == _CANNOT_LOG:
             failure = self.world.gather(self._loss() or (self.log.failure if self.log is not None else ""))[0]
             raise JointUserError(f"{failure}, so training stops.")
         number = max(self.world.gather(self.stop.received))
         self._say(f"Asked to stop: {self._saved()}")
-        raise SystemExit(128 + number)
+        raise Stopped(128 + number)
 
     def _write_trace(self) -> None:
         """Write the spans of all ranks, two ways, and a page of the last step. A collective."""

@@ -27,7 +27,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
-from motet.core.errors import JointUserError, RankFailure, UserError, note_origin
+from motet.core.errors import JointUserError, RankFailure, Stopped, UserError, note_origin
 from motet.core.heap import share_heap
 from motet.core.words import counted_words
 from motet.runtime.groups import new_group
@@ -236,7 +236,8 @@ def join_world(
         watch = Watch(meeting.store, rank, num_ranks)
     away = meeting.store if in_phase and used is not None and meeting is not None and rank == 0 else None
     try:
-        yield world
+        with _ending_for_all():
+            yield world
     except BaseException as error:
         note_origin(error, rank=rank if num_ranks > 1 else None)
         if away is not None:
@@ -274,9 +275,24 @@ def stay_away(wait_limit_s: float) -> None:
     raise RankFailure("a phase in which this rank has no part has failed on the others")
 
 
+@contextmanager
+def _ending_for_all() -> Iterator[None]:
+    """Raise RuntimeError for the SystemExit of code that Motet calls: its rank would end in order, without the others.
+
+    It would end with a code that says that all is done, perhaps.
+    """
+    try:
+        yield
+    except Stopped:
+        raise
+    except SystemExit as end:
+        ended = RuntimeError(f"sys.exit({'' if end.code is None else repr(end.code)}) was called before the end")
+        raise ended.with_traceback(end.__traceback__) from end
+
+
 def _tell(watch: Watch, error: BaseException) -> None:
     """Tell the other ranks of a failure, and note what they tell; of one that all ranks have alike, nothing."""
-    if isinstance(error, JointUserError | SystemExit):
+    if isinstance(error, JointUserError | Stopped):
         watch.leave()
         return
     # torchrun ends all ranks when one has ended; this one ends by itself, when it has said why.
