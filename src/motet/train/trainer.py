@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 
@@ -23,7 +24,7 @@ from motet.simulate.show.page import write_timeline_html
 from motet.train.bad_step import BadSteps, BrokenWeights, Cause, examine
 from motet.train.changing_buffers import Buffers
 from motet.train.checkpoint.choice import Say
-from motet.train.checkpoint.resuming import has_ended
+from motet.train.checkpoint.resuming import phase_has_ended
 from motet.train.evaluate import Evaluation
 from motet.train.export import EXPORT, export
 from motet.train.input.feed import Feed, StepInput, StepRange
@@ -71,11 +72,12 @@ _MEMORY_ADVICE = (
 
 @dataclasses.dataclass(frozen=True)
 class PhaseOfRun:
-    """Which training phase a run is. number: from 1, of `count`."""
+    """Which training phase a run is. number: from 1, of `count`. then: the folder of the next phase's run, if any."""
 
     name: str
     number: int
     count: int
+    then: Path | None = None
 
 
 def train(
@@ -118,7 +120,7 @@ def train(
         check_same_recipe(recipe, world)
         if phase is not None:
             name = f"Phase {phase.name} ({phase.number} of {phase.count})"
-            if phase.number < phase.count and resume == "auto" and world.gather(has_ended(recipe))[0]:
+            if phase.then is not None and resume == "auto" and phase_has_ended(recipe, phase.then, world, say):
                 say(f"{name} has ended, with step {recipe.run.num_steps}.")
                 return
             say(f"{name}: {recipe.run.length}, in {recipe.run.dir}.")
