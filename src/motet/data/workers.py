@@ -12,7 +12,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,12 +75,16 @@ class WorkerPool:
         num_workers: int,
         make_handler: Callable[..., Callable[[Any], Any]],
         *args: Any,
-        limit_s: float = TASK_LIMIT_S,
+        limit_s: float | None = None,
         start: StartWorker | None = None,
     ) -> None:
-        """start: of workers; None: of processes. Raises UserError if a worker cannot be started."""
+        """limit_s: None is `TASK_LIMIT_S` of workers, and no limit here. start: of workers; None: of processes.
+
+        Raises UserError if a worker cannot be started.
+        """
         self._inline = make_handler(*args) if num_workers == 0 else None
-        self._handler, self._limit_s, self._start = (make_handler, args), limit_s, start or WorkerProcess
+        self._handler, self._start = (make_handler, args), start or WorkerProcess
+        self._limit_here_s, self._limit_s = limit_s, limit_s or TASK_LIMIT_S
         # By number, so that a task whose worker died is the next again.
         self._tasks: queue.PriorityQueue[tuple[int, _Job | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()
@@ -92,7 +96,7 @@ class WorkerPool:
         self._workers = workers = list[Worker]()
         try:
             for _ in range(num_workers):
-                workers.append(self._start(self._handler, limit_s))
+                workers.append(self._start(self._handler, self._limit_s))
             for worker in workers:
                 worker.ready(lambda: False)
         except (OSError, UserError) as error:
@@ -116,14 +120,10 @@ class WorkerPool:
         if self._inline is None:
             self._tasks.put((next(self._numbers), _Job(task, future)))
             return future
-        # In a thread, as one that hangs is to be left.
-        done: Future[Any] = Future()
-        threading.Thread(target=_settle, args=(done, self._inline, task), daemon=True).start()
         try:
-            future.set_result(done.result(self._limit_s))
+            future.set_result(self._run_here(task))
         except Exception as error:
-            how = f"gave no answer within {self._limit_s:g} s"
-            future.set_exception(error if done.done() else _hangs("this process", how, task))
+            future.set_exception(error)
         return future
 
     def close(self) -> None:
@@ -145,6 +145,17 @@ class WorkerPool:
             for worker in self._workers:
                 worker.kill()
         self.close()
+
+    def _run_here(self, task: Any) -> Any:
+        """The result of a task in this process; with a limit in a thread, as one that hangs is to be left."""
+        assert self._inline is not None
+        if self._limit_here_s is None:
+            return self._inline(task)
+        done: Future[Any] = Future()
+        threading.Thread(target=_settle, args=(done, self._inline, task), daemon=True).start()
+        if not wait([done], self._limit_here_s).done:
+            raise _hangs("this process", f"gave no answer within {self._limit_here_s:g} s", task)
+        return done.result()
 
     def _run(self, place: int) -> None:
         """Run tasks on a worker and its replacements, until there are no more tasks. place: among the workers."""
