@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +49,7 @@ class Decoder:
         limit_s: float = TASK_LIMIT_S,
     ) -> None:
         self._cluster, self._limit_s = cluster, limit_s
+        self._is_here, self._hangs = num_workers == 0, False
         given = dict(transforms), num_workers > 0
         if cluster is None:
             self._pool = WorkerPool(num_workers, _Loader, *given, limit_s=limit_s)
@@ -89,12 +90,14 @@ class Decoder:
 
     def _submit(self, ref: MediaRef, readers: Sequence[str]) -> list[Future[Media | BadMedia]]:
         loaded: list[Future[Media | BadMedia]] = [Future() for _ in readers]
+        if self._is_here and self._hangs:
+            return loaded  # Nobody waits for it but behind the item that hangs; it would take as long.
 
         def settle(done: Future[list[Media] | BadMedia | _NotOpened]) -> None:
             error: BaseException | None = done.exception()
             bad: BadMedia | None = None
             if isinstance(error, WorkerDied) and error.hangs:
-                error = self._hanging(ref)
+                error, self._hangs = self._hanging(ref), True
             elif isinstance(error, WorkerDied) and not error.is_final:
                 error, bad = None, BadMedia(ref.name, f"its decoder {error.how}")
             elif error is None and isinstance(result := done.result(), BadMedia):
@@ -123,7 +126,7 @@ class Decoder:
 
     def load(self, refs: Sequence[MediaRef], readers: Sequence[Sequence[str]] | None = None) -> list[Media | BadMedia]:
         """Load the items and wait for them; results are in the order of `submit`."""
-        return [future.result() for future in self.submit(refs, readers)]
+        return loaded_items((future, lambda: "") for future in self.submit(refs, readers))
 
     def close(self) -> None:
         """Finish the submitted items, and end the workers."""
@@ -136,12 +139,21 @@ class Decoder:
         self._pool.__exit__(kind, *rest)
 
 
-def loaded_item(future: Future[Media | BadMedia], where: Callable[[], str]) -> Media | BadMedia:
-    """A submitted item, once it is loaded. where: the manifest and line of its example. Raises as `Decoder` says."""
-    try:
-        return future.result()
-    except TimeoutError as error:
-        raise TimeoutError(error.errno, error.strerror, f"{where()}: {error.filename}") from error
+def loaded_items(items: Iterable[tuple[Future[Media | BadMedia], Callable[[], str]]]) -> list[Media | BadMedia]:
+    """Submitted items, once all of them are loaded. Raises as `Decoder` says, as soon as one of them fails.
+
+    items: each with what says the manifest and the line of its example; "" if it is of none.
+    """
+    submitted = list(items)
+    wait([future for future, _ in submitted], return_when=FIRST_EXCEPTION)
+    for future, where in submitted:
+        error = future.exception() if future.done() else None
+        if isinstance(error, TimeoutError):
+            name = ": ".join(filter(None, (where(), error.filename)))
+            raise TimeoutError(error.errno, error.strerror, name) from error
+        if error is not None:
+            raise error
+    return [future.result() for future, _ in submitted]
 
 
 _S_PER_UNIT = {IMAGE: 3e-8, AUDIO: 1e-8, VIDEO: 5e-9}

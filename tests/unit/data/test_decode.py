@@ -12,7 +12,7 @@ import motet.data.workers
 from motet.core.errors import UserError
 from motet.core.example import Media
 from motet.data.audio import AudioTransform
-from motet.data.decode import Decoder, _ElsewhereLoader, _NotOpened, loaded_item
+from motet.data.decode import Decoder, _ElsewhereLoader, _NotOpened, loaded_items
 from motet.data.images import ImageTransform
 from motet.data.listed_frames import held_frames
 from motet.data.media import LISTED, BadMedia, MediaRef, Unusable
@@ -250,13 +250,14 @@ class Hangs(KilledByDamage):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_item_that_hangs_is_named_and_is_not_tried_again(num_workers):
+def test_the_first_item_that_hangs_is_named_and_none_is_waited_for_behind_it(num_workers):
     with Decoder({"image": Hangs()}, num_workers, limit_s=1.0) as decoder:
-        (hanging,) = decoder.submit([MediaRef("image", "a.png")])
+        items = [MediaRef("image", f"{size}.png", raw=(size, size)) for size in (1, 3, 2)]
+        submitted = zip(decoder.submit(items), ("line 7", "line 8", "line 9"), strict=True)
         with pytest.raises(TimeoutError) as raised:
-            loaded_item(hanging, lambda: "train.jsonl, line 7")
-        assert decoder.num_deaths == num_workers
-    assert raised.value.filename == "train.jsonl, line 7: a.png"
+            loaded_items((future, lambda line=line: f"train.jsonl, {line}") for future, line in submitted)
+        assert decoder.num_deaths == num_workers, "it is not tried again"
+    assert raised.value.filename == "train.jsonl, line 8: 3.png", "which is begun first"
     assert "decoding it has not ended in 1 s, three quarters of run.wait_limit_s" in raised.value.strerror
 
 
