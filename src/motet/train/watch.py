@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from motet.core.errors import has_lost_rank, has_waited_in_vain, origin_of
 from motet.crash import end_rank
+from motet.runtime.groups import new_group
 
 _LOOK_EVERY_S = 2.0
 """How often a rank looks in the store whether any is gone."""
@@ -35,7 +36,7 @@ _NOTICE_S = 1.0
 
 
 class Watch:
-    """Watches the other ranks from one rank. Making it is a collective, and so is `leave`.
+    """Watches the other ranks from one rank.
 
     store: that in which the ranks met; it has room for keys of this class.
     """
@@ -43,8 +44,12 @@ class Watch:
     def __init__(self, store: dist.Store, rank: int, num_ranks: int) -> None:
         self._store, self._rank, self._num_ranks = store, rank, num_ranks
         self._looking = store.clone()  # A store serves one thread at a time.
-        self._group = dist.new_group(backend="gloo", timeout=_FOR_EVER)
         self._has_left = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def begin(self) -> None:
+        """Begin to watch; `fail` may be called before. A collective, and so is `leave`."""
+        self._group = new_group(backend="gloo")
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
             for name, run in (("listen", self._listen), ("look", self._look))
@@ -107,7 +112,8 @@ class Watch:
     def _listen(self) -> None:
         before = (self._rank - 1) % self._num_ranks
         try:
-            dist.recv(torch.zeros(1), before, group=self._group)
+            if (message := dist.irecv(torch.zeros(1), before, group=self._group)) is not None:
+                message.wait(_FOR_EVER)
         except RuntimeError:
             with suppress(RuntimeError):
                 self._looking.compare_set("gone", "", str(before))

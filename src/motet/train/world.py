@@ -223,21 +223,14 @@ def join_world(
             meeting = meeting or _meeting(wait_limit_s, used, in_phase)
             _init_process_group(chosen_device, meeting, timedelta(seconds=wait_limit_s))
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    ranks_per_node = _number("LOCAL_WORLD_SIZE", num_ranks)
-    if used is not None:
-        started = StartedRanks.at_hand().ranks_per_node
-        ranks_per_node = sum(each // started == used[0] // started for each in used)
-    control, saving = new_group(backend="gloo"), new_group(backend="gloo")
-    world = World(rank, num_ranks, ranks_per_node, chosen_device, control, saving)
-    if not borrowed and meeting is not None:
-        world = replace(world, launch=meeting.launch, is_restarted=meeting.is_restarted)
-    world = _on_even_nodes(world)
     if is_watched and meeting is not None and num_ranks > 1:
         watch = Watch(meeting.store, rank, num_ranks)
     away = meeting.store if in_phase and used is not None and meeting is not None and rank == 0 else None
     try:
+        if watch is not None:
+            watch.begin()
         with _ending_for_all():
-            yield world
+            yield _joined(chosen_device, None if borrowed else meeting, used)
     except BaseException as error:
         note_origin(error, rank=rank if num_ranks > 1 else None)
         if away is not None:
@@ -257,6 +250,20 @@ def join_world(
             time.sleep(_LOOK_EVERY_S / 10)
     if not borrowed:
         dist.destroy_process_group()
+
+
+def _joined(device: torch.device, meeting: Meeting | None, used: Sequence[int] | None) -> World:
+    """The World of the process group. meeting: of the ranks, if the group was made for it. A collective."""
+    num_ranks = dist.get_world_size()
+    ranks_per_node = _number("LOCAL_WORLD_SIZE", num_ranks)
+    if used is not None:
+        started = StartedRanks.at_hand().ranks_per_node
+        ranks_per_node = sum(each // started == used[0] // started for each in used)
+    control, saving = new_group(backend="gloo"), new_group(backend="gloo")
+    world = World(dist.get_rank(), num_ranks, ranks_per_node, device, control, saving)
+    if meeting is not None:
+        world = replace(world, launch=meeting.launch, is_restarted=meeting.is_restarted)
+    return _on_even_nodes(world)
 
 
 def stay_away(wait_limit_s: float) -> None:
