@@ -50,12 +50,17 @@ def test_who_waits_in_vain_says_once_who_has_not_come(before):
         store = dist.HashStore()
         for _ in range(before):
             meet(store, (0, 1, 2))
-        with ThreadPoolExecutor(2) as pool:
-            waiting = [pool.submit(agreed_attempt, store, rank, 3, 0.3) for rank in come]
-            errors = [each.exception() for each in waiting]
+        errors = in_vain(store, come)
         assert all(has_waited_in_vain(error) and "300ms" in str(error) for error in errors)
         said = [origin_of(error).others for error in errors if origin_of(error).speaks]
         assert said == [f", as {missing}"]
+
+
+def in_vain(store, come):
+    """The errors of two ranks of three that wait for the third together."""
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(agreed_attempt, store, rank, 3, 0.3) for rank in come]
+        return [each.exception() for each in waiting]
 
 
 def said_of(store, come, age_s, limit_s=0.3):
@@ -76,9 +81,7 @@ def test_the_rank_that_was_named_is_silent_when_it_comes(before):
         store = dist.HashStore()
         for _ in range(before):
             meet(store, (0, 1, 2))
-        with ThreadPoolExecutor(2) as pool:
-            waiting = [pool.submit(agreed_attempt, store, rank, 3, 0.3) for rank in others]
-            errors = [each.exception() for each in waiting]
+        errors = in_vain(store, others)
         assert sum(origin_of(error).speaks for error in errors) == 1
         assert said_of(store, [late], age_s=0.5) == []
 
