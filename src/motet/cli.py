@@ -180,16 +180,17 @@ def _train_phases(recipe: Path, phases: dict[str, list[str]], resume: str, trace
         from motet.planning.under_plan import recipe_under_plan
 
         recipe_under_plan(jobs[name], recipe, plan.absolute(), overrides)
-    resumed = None
+    resumed, folders = None, [job.run.dir for job in jobs.values()]
     if resume not in ("auto", "never"):
         within = Path(resume).absolute()
         resumed = next((name for name, job in jobs.items() if within.is_relative_to(job.run.dir)), None)
         if resumed is None:
-            folders = ", ".join(str(job.run.dir) for job in jobs.values())
-            raise UserError(f"--resume {resume} is a checkpoint of no phase: those are in {folders}.")
+            raise UserError(
+                f"--resume {resume} is a checkpoint of no phase: those are in {', '.join(map(str, folders))}."
+            )
     for number, (name, overrides) in enumerate(phases.items()):
         if resumed is None or name == resumed:
-            phase = PhaseOfRun(name, number + 1, len(phases))
+            phase = PhaseOfRun(name, number + 1, len(phases), (*folders, None)[number + 1])
             plan = plans[number] if plans else None
             _train(jobs[name], recipe, overrides, resume, trace, plan, phase)
         if name == resumed:

@@ -50,9 +50,10 @@ _SURROUNDINGS = frozenset(
         errno.EMFILE,
         errno.ENFILE,
         errno.ESTALE,
+        errno.ETIMEDOUT,
     )
 )
-"""Codes of file errors that the machine causes, not Motet: a full disk, a missing permission, ..."""
+"""Codes of file errors that the machine causes, not Motet: a full disk, a missing permission, no answer, ..."""
 
 
 @contextmanager

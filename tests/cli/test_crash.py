@@ -29,6 +29,10 @@ def traceback_of(sentence):
         ("raise MemoryError('no room for 3 GiB')", "motet train: ran out of memory (no room for 3 GiB). Raise run.mi"),
         ("raise RuntimeError('CUDA out of memory. Tried')", "motet train: ran out of memory (CUDA out of memory. Trie"),
         ("raise OSError(28, 'No space left on device', '/x/y')", "motet train: cannot go on: /x/y: No space left on d"),
+        (
+            "import sys; sys.exit(0)",
+            "motet train: failed with RuntimeError: sys.exit(0) was called before the end. The t",
+        ),
         ("raise RuntimeError()", "motet train: failed with RuntimeError: no message. The traceback is in"),
     ],
 )
@@ -53,6 +57,18 @@ def test_of_ranks_that_fail_only_the_first_speaks(job, tmp_path):
     assert "Listens on 0100007F\n" in done.stdout, "on this machine alone, as all ranks are on it"
     # What the other rank met as a consequence is kept, and not printed.
     assert all(re.search(r"crash-\d+-\d+-rank[01]-", path.name) for path in tmp_path.glob("crash-*"))
+
+
+@pytest.mark.parametrize("where", [STEP, "motet.train.input.feed:Feed._joined"])
+def test_a_rank_that_ends_by_itself_is_named_and_ends_all(job, tmp_path, where):
+    """As in code of the user's own; its own code would say that all is done."""
+    done = motet_under_agent(2, *arguments(job, tmp_path, *SHORT), meddling=Meddling(where, 2, 1, "exit()"))
+    assert done.returncode == 3
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("motet train")]
+    assert said.startswith(
+        "motet train, rank 1: failed with RuntimeError: sys.exit() was called before the end. The tr"
+    )
+    assert "; it ends in code of your own, Meddling.begin" in said
 
 
 def test_a_rank_that_finds_itself_alone_says_so(job, tmp_path):

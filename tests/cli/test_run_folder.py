@@ -117,6 +117,38 @@ def test_a_disk_that_fills_up_while_logging_stops_the_run_with_what_it_has(job, 
     assert done.returncode == 0
 
 
+@pytest.mark.parametrize("put_back", [False, True])
+def test_a_folder_that_is_removed_ends_the_run_and_is_not_made_anew(job, tmp_path, put_back):
+    """Another run may have begun there meanwhile."""
+    folder = tmp_path / "run"
+    # One that is removed file by file may be written to meanwhile.
+    removes = f"os.rename({str(folder)!r}, {str(tmp_path / 'gone')!r})"
+    removes += f"; os.mkdir({str(folder)!r})" if put_back else ""
+    meddling = Meddling(STEP, 3, 0, removes)
+    done = motet(*arguments(job, folder, *SHORT, "checkpoint.every_steps=1", "run.steps=6"), meddling=meddling)
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"run.dir = {folder}, or run.lock in it, was removed or moved away while the run went on, so training stops; "
+        "nothing is saved.\n",
+    )
+    if put_back:
+        assert {path.name for path in folder.iterdir()} <= {"checkpoints"}
+    else:
+        assert not folder.exists()
+
+
+def test_a_log_that_is_removed_stops_the_run_with_what_it_has(job, tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    done = motet(*arguments(job, tmp_path, *SHORT), meddling=Meddling(STEP, 2, 0, f"os.unlink({str(log)!r})"))
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"{log} cannot be written: it was removed or moved away, so training stops; step 3 is saved, and the same "
+        "command goes on from it.\n",
+    )
+    assert motet(*arguments(job, tmp_path, *SHORT)).returncode == 0
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [4]
+
+
 @pytest.mark.parametrize("max_file_bytes", [300, 3_000, 30_000])
 def test_a_full_disk_is_one_sentence(job, tmp_path, max_file_bytes):
     """Of files that may not grow further: the index is the first, then recipe.toml, metrics.jsonl, the checkpoint."""

@@ -1,5 +1,6 @@
 """A modality of the user's own, `examples/points`, by `motet train`: any number of ranks, any way, the same losses."""
 
+import re
 import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cli.on_ranks import motet_under_agent
 from cli.tiny_job import losses, metrics
 from motet.core.plan import Plan, Unit
 from motet.core.plan_file import write_plan
@@ -100,3 +102,43 @@ def test_clouds_train_under_a_plan_in_stages(job, alone, tmp_path):
     write_plan(Plan(model, replace(where, device=device), (unit,), 4, 2, precision="fp64"), tmp_path / "plan.json")
     planned = run(job, 2, tmp_path / "run", plan=str(tmp_path / "plan.json"))
     assert planned == pytest.approx(losses(alone), rel=1e-10)
+
+
+HANGS = """
+
+_load = load
+
+
+def load(file):
+    points = _load(file)
+    if len(points) == {rows}:
+        import time
+
+        time.sleep(500)
+    return points
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_file_whose_decode_never_ends_is_named_before_others_have_waited_in_vain(tmp_path, num_workers):
+    """By one sentence, of the rank that decodes it."""
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        from make_clouds import write_all
+    finally:
+        sys.path.remove(str(EXAMPLE))
+    recipe = write_all(tmp_path, num_train=16, num_heldout=4)
+    cloud = tmp_path / "clouds" / "train-5-0.ply"
+    rows = int(cloud.read_bytes().partition(b"element vertex ")[2].split()[0])
+    with (tmp_path / "points.py").open("a") as file:
+        file.write(HANGS.format(rows=rows))
+    options = [*SMALL, "data.shuffle=false", f"data.num_workers={num_workers}", "run.wait_limit_s=20"]
+    ended = motet_under_agent(2, "train", recipe, *[word for each in options for word in ("--set", each)])
+    said = [line for line in ended.stderr.splitlines() if line.startswith("motet")]
+    assert ended.returncode == 3 and len(said) == 1, (said, ended)
+    assert re.match(
+        rf"motet train, rank \d: cannot go on: \S*train.jsonl, line 6: {re.escape(str(cloud))}: decoding it has not "
+        "ended in 15 s, three quarters of run.wait_limit_s; mend or remove it, or raise that. The traceback is in ",
+        said[0],
+    ), said

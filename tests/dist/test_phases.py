@@ -53,11 +53,14 @@ def train_rank(rank, num_ranks, recipe, overrides, resume="auto"):
     names = phase_names(path, overrides)
     with redirect_stdout(StringIO()) as printed:
         try:
+            folders = [load_recipe(path, of_phase(overrides, name)).run.dir for name in names]
             for number, name in enumerate(names, start=1):
                 chosen = of_phase(overrides, name)
                 read = load_recipe(path, chosen)
                 plan = partial(plan_first, read, path, chosen) if read.parallel else None
-                train(read, resume=resume, plan=plan, phase=PhaseOfRun(name, number, len(names)))
+                train(
+                    read, resume=resume, plan=plan, phase=PhaseOfRun(name, number, len(names), (*folders, None)[number])
+                )
             if not names:
                 train(load_recipe(path, overrides), resume=resume)
         except UserError as error:
@@ -164,6 +167,33 @@ def test_a_run_goes_on_inside_a_phase_and_passes_over_those_that_ended(jobs, tmp
     shutil.rmtree(tmp_path / "align/checkpoints/step-00000004")
     assert "Resuming after step 2" in run(phased, 1, tmp_path)
     assert (losses(tmp_path / "align"), losses(tmp_path / "tune")) == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_phase_goes_back_where_the_next_cannot_begin_with_its_last_checkpoint(jobs, tmp_path, num_ranks):
+    phased, _ = jobs
+    run(phased, num_ranks, tmp_path)
+    whole = losses(tmp_path / "align"), losses(tmp_path / "tune")
+    last = tmp_path / "align/checkpoints/step-00000004"
+
+    def damage():
+        stored = bytearray((last / "rank-00000.safetensors").read_bytes())
+        stored[-1] ^= 1
+        (last / "rank-00000.safetensors").write_bytes(stored)
+
+    damage()
+    assert "Phase align (1 of 2) has ended, with step 4." in run(phased, num_ranks, tmp_path), "tune has its weights"
+    shutil.rmtree(tmp_path / "tune")
+    said = run(phased, num_ranks, tmp_path)
+    assert f"{last} is damaged: rank-00000.safetensors" in said and "It is kept as step-00000004.damaged." in said
+    assert f"Resuming after step 2 from {last.with_name('step-00000002')}." in said
+    assert (losses(tmp_path / "align"), losses(tmp_path / "tune")) == whole
+    shutil.rmtree(tmp_path / "tune")
+    shutil.rmtree(last.with_name("step-00000002"))
+    damage()
+    said = run(phased, num_ranks, tmp_path)
+    assert said.startswith(f"{last.parent} holds no whole checkpoint to go on from, only others")
 
 
 @pytest.mark.slow

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from cli.meddling import PROGRAM, Meddling
+from cli.on_ranks import motet_under_agent
 from cli.test_stop import TORCHRUN
 from cli.tiny_job import losses, write_tiny_job
 from dist.test_planned import DEEPER, FEW_CUTS, plan_of
-from motet.core.errors import has_waited_in_vain, origin_of
+from motet.core.errors import RankFailure, has_waited_in_vain, origin_of
 from motet.core.plan_file import write_plan
 from motet.crash import _sentence
 from motet.runtime import groups
@@ -24,7 +25,7 @@ from motet.runtime.groups import new_group
 from motet.runtime.mesh import build_mesh
 from motet.runtime.p2p import Inbox, Lanes
 from motet.train.watch import Watch
-from motet.train.world import Meeting, join_world, open_store
+from motet.train.world import Meeting, _tell, join_world, open_store
 from ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -57,8 +58,8 @@ def test_groups_of_a_run_are_made_in_one_place():
         for path in SOURCES.rglob("*.py")
         if re.search(r"dist\.(new_group|new_subgroups|split_group)\(", path.read_text())
     }
-    # The groups of a user's own loop are as patient as torch's; the one that watches waits for ever.
-    assert made == {"runtime/groups.py", "train/watch.py", "dispatch/prefetch.py", "dispatch/carrier.py"}
+    # The groups of a user's own loop are as patient as torch's.
+    assert made == {"runtime/groups.py", "dispatch/prefetch.py", "dispatch/carrier.py"}
 
 
 def late(rank, num_ranks):
@@ -81,9 +82,15 @@ def test_a_message_that_does_not_come_names_its_sender():
     assert said == "motet train: waited 8 s for rank 1, in vain; run.wait_limit_s is how long a rank waits."
 
 
+def watching(store, rank, num_ranks):
+    watch = Watch(store, rank, num_ranks)
+    watch.begin()
+    return watch
+
+
 def left(rank, num_ranks):
     """Names of the threads of a Watch that still run when its rank has left; rank 0 leaves a second later."""
-    watch = Watch(dist.distributed_c10d._get_default_store(), rank, num_ranks)
+    watch = watching(dist.distributed_c10d._get_default_store(), rank, num_ranks)
     if rank == 0:
         time.sleep(1)
     watch.leave()
@@ -100,7 +107,7 @@ def test_no_thread_of_a_rank_that_left_is_met_by_the_last_word_of_another():
 def outlived(rank, num_ranks):
     """What a rank is told that fails second, as it has lost another, and whether it is known by then who is gone."""
     store = dist.distributed_c10d._get_default_store()
-    watch, told = Watch(store, rank, num_ranks), None
+    watch, told = watching(store, rank, num_ranks), None
     if rank == 1:
         store.set("failed", "0")
         notices = threading.Timer(0.5, store.clone().set, ("gone", "2"))
@@ -117,9 +124,29 @@ def test_a_rank_stays_until_it_is_known_who_is_gone():
     assert run_ranks(outlived, 2)[1] == ((False, ""), True)
 
 
+def told_of_a_failure(rank, num_ranks):
+    """Whether rank 0 has said that it fails when rank 1, which was told so, ends."""
+    store = dist.distributed_c10d._get_default_store()
+    watch, has_failed = watching(store, rank, num_ranks), None
+    if rank == 1:
+        fails = threading.Timer(0.5, store.clone().set, ("failed", "0"))
+        fails.start()
+        _tell(watch, RankFailure("rank 0 failed"))
+        has_failed = store.check(["failed"])
+        fails.join()
+    dist.barrier()
+    watch.leave()
+    return has_failed
+
+
+def test_a_rank_stays_until_the_one_has_spoken_whose_failure_it_was_told():
+    """torchrun would end that one in the midst of its sentence, or before it."""
+    assert run_ranks(told_of_a_failure, 2) == [None, True]
+
+
 def without_store(rank, num_ranks):
     """What a rank says whose store is gone, as where the system kills torchrun."""
-    watch, said = Watch(dist.distributed_c10d._get_default_store(), rank, num_ranks), []
+    watch, said = watching(dist.distributed_c10d._get_default_store(), rank, num_ranks), []
 
     class Gone:
         def get(self, key):
@@ -183,6 +210,21 @@ def test_a_rank_that_does_not_come_is_named_with_the_action_that_waits_for_it(jo
         "ended; run.wait_limit_s is how long a rank waits. The traceback is in "
     )
     assert len(losses(tmp_path)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["watch:Watch.begin", "world:_on_even_nodes"])
+def test_a_rank_that_does_not_come_behind_the_meeting_is_named(job, tmp_path, where):
+    """Before ranks watch each other, they would have waited for it for ever; then, without a name."""
+    options = (f"run.dir={tmp_path}", "run.wait_limit_s=5", *DEEPER)
+    sets = [part for each in options for part in ("--set", each)]
+    sleeps = Meddling(f"motet.train.{where}", 1, 1, "import time; time.sleep(500)")
+    done = motet_under_agent(2, "train", job, *sets, meddling=sleeps)
+    said = [line for line in done.stderr.splitlines() if line.startswith("motet")]
+    assert done.returncode == 3 and len(said) == 1, done
+    assert said[0].startswith(
+        "motet train, rank 0: waited 5 s, in vain, as rank 1 has not come and not ended; run.wait_"
+    )
 
 
 @pytest.mark.slow

@@ -39,6 +39,10 @@ class JointUserError(UserError):
     """A UserError that all ranks raise alike, so that one rank prints it for all."""
 
 
+class Stopped(SystemExit):
+    """All ranks end alike, as they were asked to. A SystemExit that is none was raised by code of the user's own."""
+
+
 class RankFailure(RuntimeError):
     """Another rank has failed and reports the reason; this rank ends without a report."""
 

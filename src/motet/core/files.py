@@ -1,4 +1,6 @@
-"""Opening files that a user names. Only regular files are read, so that nothing waits for a pipe or reads a device."""
+"""Opening files that a user names. Only regular files are read, so that nothing waits for a pipe or reads a device.
+And writing one that is never seen in part.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +76,35 @@ def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[str | Path | 
         if why := taken.get(os.path.realpath(path)):
             raise UserError(f"{path} cannot be written: {why}; name another file.")
         taken[os.path.realpath(path)] = "another output of this command has that name"
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that it has its former content or the new one, whenever this process or its machine ends.
+
+    Raises OSError, of `path`.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        try:
+            temporary.write_bytes(content)
+            sync(temporary)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync(path.parent)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk (fsync)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class FileSlice(io.RawIOBase):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
-from collections.abc import Hashable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,12 @@ from motet.data.media import BadMedia, MediaRef, failure_reason
 from motet.data.ray_actors import RayCluster
 from motet.data.transforms import Transform, load_media
 from motet.data.videos import amount_of
-from motet.data.workers import WorkerDied, WorkerPool
+from motet.data.workers import TASK_LIMIT_S, WorkerDied, WorkerPool
+
+LIMIT, LIMIT_IN_WORDS = 0.75, "three quarters"
+"""The part of the time that ranks wait for each other in which an item must be decoded, so that its rank says which
+is not before others say that they have waited for the rank.
+"""
 
 
 class Decoder:
@@ -27,20 +33,29 @@ class Decoder:
 
     cluster: loads in as many actors of a Ray cluster instead. Closing the decoder does not close it.
 
+    limit_s: an item that takes longer hangs.
+
     Close it, or use it in a `with` block. A file that kills its decoder is a BadMedia in a worker; in this process it
-    ends the program. Raises WorkerDied if workers die again and again, and UserError for a file that actors cannot
-    open and this process can.
+    ends the program. Raises WorkerDied if workers die again and again, UserError for a file that actors cannot open and
+    this process can, and TimeoutError for an item that hangs, with the file's name.
     """
 
     def __init__(
-        self, transforms: Mapping[str, Transform], num_workers: int = 0, cluster: RayCluster | None = None
+        self,
+        transforms: Mapping[str, Transform],
+        num_workers: int = 0,
+        cluster: RayCluster | None = None,
+        *,
+        limit_s: float = TASK_LIMIT_S,
     ) -> None:
-        self._cluster = cluster
+        self._cluster, self._limit_s = cluster, limit_s
+        self._is_here, self._hangs = num_workers == 0, False
         given = dict(transforms), num_workers > 0
         if cluster is None:
-            self._pool = WorkerPool(num_workers, _Loader, *given)
+            self._pool = WorkerPool(num_workers, _Loader, *given, limit_s=limit_s)
         else:
-            self._pool = WorkerPool(num_workers, _ElsewhereLoader, *given, start=cluster.start_actor)
+            start = cluster.start_actor
+            self._pool = WorkerPool(num_workers, _ElsewhereLoader, *given, limit_s=limit_s, start=start)
 
     @property
     def num_deaths(self) -> int:
@@ -75,11 +90,15 @@ class Decoder:
 
     def _submit(self, ref: MediaRef, readers: Sequence[str]) -> list[Future[Media | BadMedia]]:
         loaded: list[Future[Media | BadMedia]] = [Future() for _ in readers]
+        if self._is_here and self._hangs:
+            return loaded  # Nobody waits for it but behind the item that hangs; it would take as long.
 
         def settle(done: Future[list[Media] | BadMedia | _NotOpened]) -> None:
             error: BaseException | None = done.exception()
             bad: BadMedia | None = None
-            if isinstance(error, WorkerDied) and not error.is_final:
+            if isinstance(error, WorkerDied) and error.hangs:
+                error, self._hangs = self._hanging(ref), True
+            elif isinstance(error, WorkerDied) and not error.is_final:
                 error, bad = None, BadMedia(ref.name, f"its decoder {error.how}")
             elif error is None and isinstance(result := done.result(), BadMedia):
                 bad = BadMedia(ref.name, result.reason)
@@ -98,9 +117,16 @@ class Decoder:
         self._pool.submit((task, tuple(readers))).add_done_callback(settle)
         return loaded
 
+    def _hanging(self, ref: MediaRef) -> TimeoutError:
+        why = (
+            f"decoding it has not ended in {self._limit_s:g} s, {LIMIT_IN_WORDS} of run.wait_limit_s; mend or remove "
+            "it, or raise that"
+        )
+        return TimeoutError(errno.ETIMEDOUT, why, ref.name)
+
     def load(self, refs: Sequence[MediaRef], readers: Sequence[Sequence[str]] | None = None) -> list[Media | BadMedia]:
         """Load the items and wait for them; results are in the order of `submit`."""
-        return [future.result() for future in self.submit(refs, readers)]
+        return loaded_items((future, lambda: "") for future in self.submit(refs, readers))
 
     def close(self) -> None:
         """Finish the submitted items, and end the workers."""
@@ -111,6 +137,23 @@ class Decoder:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._pool.__exit__(kind, *rest)
+
+
+def loaded_items(items: Iterable[tuple[Future[Media | BadMedia], Callable[[], str]]]) -> list[Media | BadMedia]:
+    """Submitted items, once all of them are loaded. Raises as `Decoder` says, as soon as one of them fails.
+
+    items: each with what says the manifest and the line of its example; "" if it is of none.
+    """
+    submitted = list(items)
+    wait([future for future, _ in submitted], return_when=FIRST_EXCEPTION)
+    for future, where in submitted:
+        error = future.exception() if future.done() else None
+        if isinstance(error, TimeoutError):
+            name = ": ".join(filter(None, (where(), error.filename)))
+            raise TimeoutError(error.errno, error.strerror, name) from error
+        if error is not None:
+            raise error
+    return [future.result() for future, _ in submitted]
 
 
 _S_PER_UNIT = {IMAGE: 3e-8, AUDIO: 1e-8, VIDEO: 5e-9}

@@ -216,6 +216,10 @@ class RayActor:
             return Death(f"died{where}")
         return Death(f"died with its node {self._node}", by_task=False)
 
+    def kill(self) -> None:
+        """As `Worker.kill`."""
+        self.end()
+
     def end(self) -> None:
         """As `Worker.end`."""
         ray = ray_package()

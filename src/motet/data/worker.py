@@ -40,6 +40,9 @@ class Worker(Protocol):
     def cause_of_death(self, error: Exception) -> Death:
         """Why `run` raised `error`. A worker that hangs is killed. Raises UserError if no other can be started."""
 
+    def kill(self) -> None:
+        """End it from another thread than that of `run`, which then raises."""
+
     def end(self) -> None:
         """End it, and wait until it has ended."""
 

@@ -64,6 +64,10 @@ class WorkerProcess:
             return Death("was killed by SIGKILL, as the system does where memory is short")
         return Death(f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}")
 
+    def kill(self) -> None:
+        """As `Worker.kill`."""
+        self._process.kill()
+
     def end(self) -> None:
         """Close the socket and wait for the process; kill it if it does not end."""
         self._link.close()

@@ -12,7 +12,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from motet.data.worker_process import WorkerProcess
 
 _MAX_TASK_DEATHS = 2
 _MAX_POOL_DEATHS = 20
-_TASK_LIMIT_S = 600.0
+TASK_LIMIT_S = 600.0
 """A task that takes longer hangs. Reading a file takes seconds, and reading a chunk's headers minutes at most."""
 
 
@@ -32,11 +32,12 @@ class WorkerDied(UserError):
 
     how:      a clause, "was killed by SIGSEGV".
     is_final: whether the pool has given up, so that every task fails.
+    hangs:    whether the task has not ended in its time.
     """
 
-    def __init__(self, text: str, how: str, *, is_final: bool = False) -> None:
+    def __init__(self, text: str, how: str, *, is_final: bool = False, hangs: bool = False) -> None:
         super().__init__(text)
-        self.how, self.is_final = how, is_final
+        self.how, self.is_final, self.hangs = how, is_final, hangs
 
 
 @dataclass
@@ -58,7 +59,8 @@ class WorkerPool:
     """`num_workers` workers, each with a handler `make_handler(*args)`; 0 runs the handler in this process.
 
     make_handler, args and tasks are pickled: make_handler must be importable, not defined in the main script.
-    A free worker takes the next task in order. A worker that does not answer within limit_s seconds counts as dead.
+    A free worker takes the next task in order. A worker that does not answer within limit_s seconds counts as dead, and
+    its task, which no other is given, fails; in this process a thread goes on with it.
 
     num_deaths:  workers that have died so far. num_workers: those that take tasks; the others wait for room.
 
@@ -73,12 +75,16 @@ class WorkerPool:
         num_workers: int,
         make_handler: Callable[..., Callable[[Any], Any]],
         *args: Any,
-        limit_s: float = _TASK_LIMIT_S,
+        limit_s: float | None = None,
         start: StartWorker | None = None,
     ) -> None:
-        """start: of workers; None: of processes. Raises UserError if a worker cannot be started."""
+        """limit_s: None is `TASK_LIMIT_S` of workers, and no limit here. start: of workers; None: of processes.
+
+        Raises UserError if a worker cannot be started.
+        """
         self._inline = make_handler(*args) if num_workers == 0 else None
-        self._handler, self._limit_s, self._start = (make_handler, args), limit_s, start or WorkerProcess
+        self._handler, self._start = (make_handler, args), start or WorkerProcess
+        self._limit_here_s, self._limit_s = limit_s, limit_s or TASK_LIMIT_S
         # By number, so that a task whose worker died is the next again.
         self._tasks: queue.PriorityQueue[tuple[int, _Job | None]] = queue.PriorityQueue()
         self._numbers = itertools.count()
@@ -87,10 +93,10 @@ class WorkerPool:
         self._num_blamed, self._is_closing = 0, False
         self.num_deaths, self.num_workers = 0, num_workers
         self._threads: list[threading.Thread] = []
-        workers: list[Worker] = []
+        self._workers = workers = list[Worker]()
         try:
             for _ in range(num_workers):
-                workers.append(self._start(self._handler, limit_s))
+                workers.append(self._start(self._handler, self._limit_s))
             for worker in workers:
                 worker.ready(lambda: False)
         except (OSError, UserError) as error:
@@ -102,9 +108,9 @@ class WorkerPool:
                 f"worker process {len(workers) + 1} of {num_workers} cannot be started ({error.strerror}); use fewer "
                 "(data.num_workers)"
             ) from error
-        for number, worker in enumerate(workers):
+        for number in range(num_workers):
             # A daemon thread, so that a program can end without closing the pool.
-            thread = threading.Thread(target=self._run, args=(worker,), name=f"worker-{number}", daemon=True)
+            thread = threading.Thread(target=self._run, args=(number,), name=f"worker-{number}", daemon=True)
             thread.start()
             self._threads.append(thread)
 
@@ -115,7 +121,7 @@ class WorkerPool:
             self._tasks.put((next(self._numbers), _Job(task, future)))
             return future
         try:
-            future.set_result(self._inline(task))
+            future.set_result(self._run_here(task))
         except Exception as error:
             future.set_exception(error)
         return future
@@ -134,13 +140,27 @@ class WorkerPool:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is not None:
-            # Nobody needs the queued tasks any more.
+            # Nobody needs the tasks any more, queued or running.
             self._broken = self._broken or WorkerDied("the pool was closed", "was closed", is_final=True)
+            for worker in self._workers:
+                worker.kill()
         self.close()
 
-    def _run(self, worker: Worker) -> None:
-        """Run tasks on a worker and its replacements, until there are no more tasks."""
+    def _run_here(self, task: Any) -> Any:
+        """The result of a task in this process; with a limit in a thread, as one that hangs is to be left."""
+        assert self._inline is not None
+        if self._limit_here_s is None:
+            return self._inline(task)
+        done: Future[Any] = Future()
+        threading.Thread(target=_settle, args=(done, self._inline, task), daemon=True).start()
+        if not wait([done], self._limit_here_s).done:
+            raise _hangs("this process", f"gave no answer within {self._limit_here_s:g} s", task)
+        return done.result()
+
+    def _run(self, place: int) -> None:
+        """Run tasks on a worker and its replacements, until there are no more tasks. place: among the workers."""
         while True:
+            worker = self._workers[place]
             number, job = self._tasks.get()
             if job is None:
                 break
@@ -153,18 +173,22 @@ class WorkerPool:
                 job.future.set_result(value) if succeeded else job.future.set_exception(value)
             except (EOFError, OSError) as error:
                 self._retry(number, job, worker, error)
-                worker = self._replace(worker)
+                self._workers[place] = self._replace(worker)
             except Exception as error:
                 job.future.set_exception(error)
         worker.end()
 
     def _retry(self, number: int, job: _Job, dead: Worker, error: Exception) -> None:
-        """Give the task of a dead worker to another, unless it has killed two."""
+        """Give the task of a dead worker to another, unless it has killed two, or hangs."""
+        if self._broken:
+            job.future.set_exception(self._broken)
+            return
         with self._lock:
             self.num_deaths += 1
             self.num_workers -= 1
         # To find out why a worker died may take a minute, for which others do not wait.
-        is_first = not job.num_deaths
+        hangs = isinstance(error, TimeoutError)
+        is_first = not job.num_deaths and not hangs
         if is_first:
             self._tasks.put((number, job))
         try:
@@ -175,14 +199,16 @@ class WorkerPool:
         died = self._noted(job, dead, death)
         if is_first:
             return
-        if job.num_deaths >= _MAX_TASK_DEATHS:
+        if hangs:
+            job.future.set_exception(self._broken or _hangs(_article(dead.name), death.how, job.task))
+        elif job.num_deaths >= _MAX_TASK_DEATHS:
             job.future.set_exception(self._broken or died)
         else:
             self._tasks.put((number, job))
 
     def _noted(self, job: _Job, dead: Worker, death: Death) -> WorkerDied:
         """The death of a worker as an error; after _MAX_POOL_DEATHS by tasks the pool gives up."""
-        text = f"{_article(dead.name)} {death.how} while it had {job.task!r:.300}"
+        text = _text(_article(dead.name), death.how, job.task)
         with self._lock:
             job.num_deaths += death.by_task
             self._num_blamed += death.by_task
@@ -229,6 +255,21 @@ class WorkerPool:
             text = f"{_article(dead.name)} has died, and no other can be started ({why})"
             self._broken = WorkerDied(text, "cannot be started", is_final=True)
         return dead
+
+
+def _settle(future: Future[Any], handler: Callable[[Any], Any], task: Any) -> None:
+    try:
+        future.set_result(handler(task))
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _hangs(who: str, how: str, task: Any) -> WorkerDied:
+    return WorkerDied(_text(who, how, task), how, hangs=True)
+
+
+def _text(who: str, how: str, task: Any) -> str:
+    return f"{who} {how} while it had {task!r:.300}"
 
 
 def _article(name: str) -> str:

@@ -38,6 +38,7 @@ from motet.train.export import gathered_weights
 from motet.train.input.planned import StageNeeds, StepDecider, stages_of_examples
 from motet.train.optimizers import OPTIMIZERS, name_of_optimizer
 from motet.train.planned_job import PartConfig, build_part
+from motet.train.run_folder import writing
 from motet.train.world import World
 
 _NUM_SAMPLED = 4096
@@ -166,6 +167,8 @@ class ParallelMLLM:
             name = self._optimizer_name("save")
             if keep < 1:
                 raise UserError(f"save: keep is {keep}; it must be at least 1.")
+            with writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
         world, line = self._world, self._lines.get(folder.resolve(), [])
         saver = Checkpointer(folder, CheckpointConfig(keep=keep), world.saving, line, world.launch)
         options = over_ranks(world.gather(options_of(self.model, self.optimizer)))

@@ -6,16 +6,20 @@ others again it does not. So its count is another on other machines, and ranks t
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from uuid import uuid4
 
 import torch.distributed as dist
 
 from motet.core.errors import note_origin
-from motet.train.watch import come, who_came, who_is_missing
+from motet.train.watch import come, stay_until_told, who_came, who_is_missing
 
-_NUMBER, _MET, _ALONE = "attempts", "met", "alone"
-"""Keys: of the newest attempt; of one: the marks of the ranks that have met in it, and who speaks without rank 0."""
+_NUMBER, _MET, _TOLD = "attempts", "met", "told"
+"""Keys: of the newest attempt; of one: the marks of the ranks that have met in it; who was the last to say that it has
+waited in vain. A rank speaks if nobody has since it came: one that was started again has other ranks to wait for.
+"""
 _LOOK_EVERY_S = 0.02
 
 
@@ -26,7 +30,8 @@ def agreed_attempt(store: dist.Store, rank: int, num_ranks: int, limit_s: float)
     where it reads of an attempt, and rank 0 says which marks it has met: who is not among them looks on.
     Raises RuntimeError if not all ranks come within `limit_s`; it says who has not.
     """
-    mark, number, end_s = uuid4().hex, store.add(_NUMBER, int(rank == 0)), time.monotonic() + limit_s
+    mark, told, age_s = uuid4().hex, store.compare_set(_TOLD, "", ""), _age_s()
+    number, end_s = store.add(_NUMBER, int(rank == 0)), time.monotonic() + limit_s
     attempt = _come(store, number, rank, mark)
     while True:
         if rank == 0 and (marks := who_came(attempt, num_ranks)):
@@ -34,10 +39,21 @@ def agreed_attempt(store: dist.Store, rank: int, num_ranks: int, limit_s: float)
         if attempt.check([_MET]) and mark in attempt.get(_MET).decode().split():
             return number, attempt
         if time.monotonic() > end_s:
-            raise _waited(attempt, rank, num_ranks, limit_s)
+            break
         time.sleep(_LOOK_EVERY_S)
         if number != (newest := store.add(_NUMBER, 0)):
             number, attempt = newest, _come(store, newest, rank, mark)
+    # 1. Who came later than others wait is the one that they have named.
+    was_named = told != b"" and age_s > limit_s
+    speaks = not was_named and store.compare_set(_TOLD, told.decode(), mark) == mark.encode()
+    # 2. In an attempt that is over, all have come: rank 0 has begun no other.
+    is_over = rank > 0 and attempt.check([_MET])
+    missing = "rank 0 has not come" if is_over else who_is_missing(attempt, num_ranks)
+    if not speaks:
+        stay_until_told()
+    error = RuntimeError(f"wait timeout after {limit_s * 1e3:.0f}ms, as not all ranks have come")
+    note_origin(error, rank=rank, speaks=speaks, others=f", as {missing}" if missing else "")
+    raise error
 
 
 def _come(store: dist.Store, number: int, rank: int, mark: str) -> dist.Store:
@@ -46,12 +62,10 @@ def _come(store: dist.Store, number: int, rank: int, mark: str) -> dist.Store:
     return attempt
 
 
-def _waited(attempt: dist.Store, rank: int, num_ranks: int, limit_s: float) -> RuntimeError:
-    """The error of a rank that has waited for others. attempt: the newest of which it knows."""
-    error = RuntimeError(f"wait timeout after {limit_s * 1e3:.0f}ms, as not all ranks have come")
-    if rank and attempt.check([_MET]):  # One that is over: rank 0 has begun no other.
-        speaks, missing = attempt.compare_set(_ALONE, "", str(rank)) == str(rank).encode(), "rank 0 has not come"
-    else:
-        speaks, missing = who_is_missing(attempt, rank, num_ranks)
-    note_origin(error, rank=rank, speaks=speaks, others=f", as {missing}" if missing else "")
-    return error
+def _age_s() -> float:
+    """How long ago this process was started; 0 where the system does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

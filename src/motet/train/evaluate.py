@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from motet.core.limits import MAX_EXAMPLES, MAX_STEPS
 from motet.core.words import counted_words
 from motet.core.workload import home_ranks
 from motet.data.dataset import Dataset
-from motet.data.decode import Decoder
+from motet.data.decode import Decoder, loaded_items
 from motet.data.media import BadMedia
 from motet.data.text import ChatTokenizer
 from motet.dispatch import ItemExchange, LoadedExample, RankBatch
@@ -176,7 +177,14 @@ class Evaluator:
                 for example in examples[homes == self._replicas.rank].tolist()
                 for refs in (self._dataset.media_refs(example),)
             ]
-            loaded = [(example, [future.result() for future in futures]) for example, futures in submitted]
+            items = iter(
+                loaded_items(
+                    (future, partial(self._dataset.where, example))
+                    for example, futures in submitted
+                    for future in futures
+                )
+            )
+            loaded = [(example, [next(items) for _ in futures]) for example, futures in submitted]
             bad = [
                 (example, f"{self._dataset.where(example)}: {item}")
                 for example, items in loaded

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from motet.core.errors import UserError
@@ -38,8 +39,31 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """Error codes of a file system without locks."""
 
 
+@dataclass(frozen=True)
+class RunFolder:
+    """The locked folder of a run. descriptor: of its lock file."""
+
+    path: Path
+    descriptor: int
+
+    @property
+    def loss(self) -> str:
+        """How this run has lost its folder, a sentence without full stop; "" while it has it.
+
+        Files that are open can be written all the same, and new ones would be in the folder of another run.
+        """
+        try:
+            if os.path.samestat(os.stat(self.path / LOCK), os.fstat(self.descriptor)):
+                return ""
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError:  # Of a disk that does not answer, as writing will say.
+            return ""
+        return f"run.dir = {self.path}, or {LOCK} in it, was removed or moved away while the run went on"
+
+
 @contextmanager
-def locked_run_folder(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+def locked_run_folder(folder: Path, say: Callable[[str], None]) -> Iterator[RunFolder]:
     """Make the folder of a run and lock it while the block runs; for one rank of the run.
 
     The lock is the kernel's (flock). It ends with the process, however that ends, and holds between machines if the
@@ -56,7 +80,7 @@ def locked_run_folder(folder: Path, say: Callable[[str], None]) -> Iterator[None
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         _lock(folder, descriptor, say)
-        yield
+        yield RunFolder(folder, descriptor)
         os.ftruncate(descriptor, 0)
     finally:
         os.close(descriptor)

@@ -6,10 +6,12 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 
-from motet.core.errors import JointUserError, happening, originating
+from motet.core.errors import JointUserError, Stopped, happening, originating
+from motet.core.files import write_whole
 from motet.core.plan_file import plan_digest
 from motet.core.timeline import Span, Timeline
 from motet.dispatch import RankBatch
@@ -22,7 +24,7 @@ from motet.simulate.show.page import write_timeline_html
 from motet.train.bad_step import BadSteps, BrokenWeights, Cause, examine
 from motet.train.changing_buffers import Buffers
 from motet.train.checkpoint.choice import Say
-from motet.train.checkpoint.resuming import has_ended
+from motet.train.checkpoint.resuming import phase_has_ended
 from motet.train.device import catalogued
 from motet.train.evaluate import Evaluation
 from motet.train.export import EXPORT, export
@@ -56,7 +58,7 @@ from motet.train.report.peak import peak_of
 from motet.train.report.rank_time import RankTime
 from motet.train.report.step_lines import heldout_steps, to_json
 from motet.train.report.summary import summarise, summary_lines
-from motet.train.run_folder import locked_run_folder, writing
+from motet.train.run_folder import RunFolder, locked_run_folder, writing
 from motet.train.run_start import slow_precision_words
 from motet.train.same_recipe import check_same_recipe
 from motet.train.stop import StopSignal
@@ -72,11 +74,12 @@ _MEMORY_ADVICE = (
 
 @dataclasses.dataclass(frozen=True)
 class PhaseOfRun:
-    """Which training phase a run is. number: from 1, of `count`."""
+    """Which training phase a run is. number: from 1, of `count`. then: the folder of the next phase's run, if any."""
 
     name: str
     number: int
     count: int
+    then: Path | None = None
 
 
 def train(
@@ -93,7 +96,7 @@ def train(
     resume: "auto", "never", or the path of a checkpoint. trace: write trace.json, timeline.json and timeline.html.
     chosen: as of `build_job`. plan: plans first, as a collective; it is given a function that prints a sentence.
     phase: said at its beginning; with `resume` "auto", one that has ended and is not the last is passed over.
-    Raises UserError if the input is wrong, and SystemExit(128 + signal) after a signal to stop.
+    Raises UserError if the input is wrong, and Stopped, a SystemExit(128 + signal), after a signal to stop.
     """
     start_s = time.perf_counter()
     started = StartedRanks.at_hand()
@@ -112,13 +115,14 @@ def train(
         if used is not None:
             others = "wait for the end of the phase" if in_phase else "have ended"
             say(f"The plan uses {len(used):,} of {started.num_ranks:,} ranks; the others {others}.")
+        folder = None
         with world.together():
             if world.is_first:
-                cleanup.enter_context(locked_run_folder(recipe.run.dir, say))
+                folder = cleanup.enter_context(locked_run_folder(recipe.run.dir, say))
         check_same_recipe(recipe, world)
         if phase is not None:
             name = f"Phase {phase.name} ({phase.number} of {phase.count})"
-            if phase.number < phase.count and resume == "auto" and world.gather(has_ended(recipe))[0]:
+            if phase.then is not None and resume == "auto" and phase_has_ended(recipe, phase.then, world, say):
                 say(f"{name} has ended, with step {recipe.run.num_steps}.")
                 return
             say(f"{name}: {recipe.run.length}, in {recipe.run.dir}.")
@@ -128,15 +132,17 @@ def train(
             say(slow)
         job = build_job(recipe, world, resume, say, cleanup, chosen and chosen.closed_up)
         predicted = None if chosen is None else cleanup.enter_context(PredictedRun(recipe, chosen, world, say))
-        _Run(job, trace, start_s, predicted).run()
+        _Run(job, trace, start_s, predicted, folder).run()
 
 
 class _Run:
     """The loop over steps, and what comes after it. Rank 0 writes the log; all ranks do all else alike."""
 
-    def __init__(self, job: TrainingJob, trace: bool, start_s: float, predicted: PredictedRun | None) -> None:
-        """predicted: None without a Plan."""
-        self.predicted = predicted
+    def __init__(
+        self, job: TrainingJob, trace: bool, start_s: float, predicted: PredictedRun | None, folder: RunFolder | None
+    ) -> None:
+        """predicted: None without a Plan. folder: on rank 0."""
+        self.predicted, self.folder = predicted, folder
         self.job, self.recipe, self.world = job, job.recipe, job.world
         self.start_s, self.first_step = start_s, job.progress.step
         self.stop, self.buffers = StopSignal(), Buffers(job.model)
@@ -163,8 +169,7 @@ class _Run:
                     log = MetricsLog(run.dir, self.first_step, run.num_steps, run.report_to, config)
                     self.log = opened.enter_context(log)
                     # Only now: a recipe that is refused must not replace the recipe of an earlier run.
-                    text = dump_recipe(self.recipe)
-                    (self.recipe.run.dir / "recipe.toml").write_text(text, encoding="utf-8")
+                    write_whole(self.recipe.run.dir / "recipe.toml", dump_recipe(self.recipe).encode())
             # Outside of this block a signal ends the process at once: the last checkpoint has all steps by then.
             with self.stop:
                 with self._losing_nothing():
@@ -357,6 +362,8 @@ class _Run:
         done = self.job.progress.step
         if done == 0:
             return "no step has been trained."
+        if any(self.world.gather(self._loss())):
+            return "nothing is saved."
         try:
             if done > self.first_step:
                 self._save()
@@ -365,9 +372,13 @@ class _Run:
             return str(error)
         return f"step {done} is saved, and the same command goes on from it."
 
+    def _loss(self) -> str:
+        """How the run has lost its folder, as rank 0 sees it; else ""."""
+        return "" if self.folder is None else self.folder.loss
+
     def _request(self) -> int:
         """What this rank requests at the end of a step."""
-        if self.log is not None and self.log.failure:
+        if self._loss() or (self.log is not None and self.log.failure):
             return _CANNOT_LOG
         return _STOP if self.stop.received else _GO_ON
 
@@ -452,13 +463,13 @@ class _Run:
         return True
 
     def _leave(self, request: int) -> None:
-        """End the run early, as a rank requests. Raises JointUserError or SystemExit."""
+        """End the run early, as a rank requests. Raises JointUserError or Stopped."""
         if request == _CANNOT_LOG:
-            failure = self.world.gather(self.log.failure if self.log is not None else "")[0]
+            failure = self.world.gather(self._loss() or (self.log.failure if self.log is not None else ""))[0]
             raise JointUserError(f"{failure}, so training stops.")
         number = max(self.world.gather(self.stop.received))
         self._say(f"Asked to stop: {self._saved()}")
-        raise SystemExit(128 + number)
+        raise Stopped(128 + number)
 
     def _write_trace(self) -> None:
         """Write the spans of all ranks, two ways, and a page of the last step. A collective."""

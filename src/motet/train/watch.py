@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from motet.core.errors import has_lost_rank, has_waited_in_vain, origin_of
 from motet.crash import end_rank
+from motet.runtime.groups import new_group
 
 _LOOK_EVERY_S = 2.0
 """How often a rank looks in the store whether any is gone."""
@@ -35,7 +36,7 @@ _NOTICE_S = 1.0
 
 
 class Watch:
-    """Watches the other ranks from one rank. Making it is a collective, and so is `leave`.
+    """Watches the other ranks from one rank.
 
     store: that in which the ranks met; it has room for keys of this class.
     """
@@ -43,8 +44,12 @@ class Watch:
     def __init__(self, store: dist.Store, rank: int, num_ranks: int) -> None:
         self._store, self._rank, self._num_ranks = store, rank, num_ranks
         self._looking = store.clone()  # A store serves one thread at a time.
-        self._group = dist.new_group(backend="gloo", timeout=_FOR_EVER)
         self._has_left = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def begin(self) -> None:
+        """Begin to watch; `fail` may be called before. A collective, and so is `leave`."""
+        self._group = new_group(backend="gloo")
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True)
             for name, run in (("listen", self._listen), ("look", self._look))
@@ -69,7 +74,7 @@ class Watch:
         The cause fails first: others fail as they lose their connections. Ranks that wait in vain fail together.
         """
         try:
-            is_first = self._store.compare_set("failed", "", str(self._rank)) == str(self._rank).encode()
+            is_first = is_first_to_fail(self._store, self._rank)
             if has_waited_in_vain(error):
                 return is_first, self._who_waits(origin_of(error).action, is_first)
             gone = self._who_is_gone() if has_lost_rank(error) else ""
@@ -77,12 +82,18 @@ class Watch:
         except RuntimeError:
             return True, ""  # The store's process has ended; two sentences are better than none.
 
+    def stay_until_another_fails(self) -> None:
+        """Stay until the rank has spoken whose failure this rank has been told of."""
+        with suppress(RuntimeError):  # The store's process has ended.
+            _until(lambda: self._store.check(["failed"]), 2 * _ANSWER_S)
+        stay_until_told()
+
     def _who_waits(self, action: str, is_first: bool) -> str:
         self._store.set(f"waits/{self._rank}", action or "no action of a step")
         others = [rank for rank in range(self._num_ranks) if rank != self._rank]
         if not is_first:  # The first must speak before torchrun ends all ranks, which it does when one has ended.
             _until(lambda: self._store.check(["told"]), 2 * _ANSWER_S)
-            time.sleep(_NOTICE_S)
+            stay_until_told()
             return ""
         _until(lambda: self._store.check([f"waits/{rank}" for rank in others]), _ANSWER_S)
         waiting = {rank: self._store.get(f"waits/{rank}") for rank in others if self._store.check([f"waits/{rank}"])}
@@ -101,7 +112,8 @@ class Watch:
     def _listen(self) -> None:
         before = (self._rank - 1) % self._num_ranks
         try:
-            dist.recv(torch.zeros(1), before, group=self._group)
+            if (message := dist.irecv(torch.zeros(1), before, group=self._group)) is not None:
+                message.wait(_FOR_EVER)
         except RuntimeError:
             with suppress(RuntimeError):
                 self._looking.compare_set("gone", "", str(before))
@@ -121,7 +133,7 @@ class Watch:
         sentence = f"motet, rank {self._rank}: lost the process that started the ranks and serves their store."
         with suppress(RuntimeError):
             gone = self._looking.get("gone").decode()
-            is_first = self._looking.compare_set("failed", "", str(self._rank)) == str(self._rank).encode()
+            is_first = is_first_to_fail(self._looking, self._rank)
             sentence = f"motet, rank {self._rank}: lost rank {gone}, which died without a word." if is_first else ""
         end_rank(sentence)
 
@@ -137,13 +149,20 @@ def who_came(store: dist.Store, num_ranks: int) -> list[str]:
     return [store.get(key).decode() for key in keys] if store.check(keys) else []
 
 
-def who_is_missing(store: dist.Store, rank: int, num_ranks: int) -> tuple[bool, str]:
-    """Of ranks that have not met: whether this one is the first to say so, and who has not come, in words."""
-    is_first = store.compare_set("failed", "", str(rank)) == str(rank).encode()
-    missing = [other for other in range(num_ranks) if not store.check([f"came/{other}"])]
-    if not is_first:
-        time.sleep(_NOTICE_S)  # The first must speak before torchrun ends all ranks.
-    return is_first, f"{_ranks(missing)} not come" if missing else ""
+def who_is_missing(store: dist.Store, num_ranks: int) -> str:
+    """Which ranks have not come to a meeting, in words."""
+    missing = [rank for rank in range(num_ranks) if not store.check([f"came/{rank}"])]
+    return f"{_ranks(missing)} not come" if missing else ""
+
+
+def is_first_to_fail(store: dist.Store, rank: int) -> bool:
+    """Whether no other rank has failed before this one, in its store. That one speaks for all."""
+    return store.compare_set("failed", "", str(rank)) == str(rank).encode()
+
+
+def stay_until_told() -> None:
+    """Stay until another rank has spoken: torchrun ends all ranks when one has ended."""
+    time.sleep(_NOTICE_S)
 
 
 def _until(is_so: Callable[[], bool], limit_s: float) -> None:

@@ -27,13 +27,13 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
-from motet.core.errors import JointUserError, RankFailure, UserError, note_origin
+from motet.core.errors import JointUserError, RankFailure, Stopped, UserError, note_origin
 from motet.core.heap import share_heap
 from motet.core.words import counted_words
 from motet.runtime.groups import new_group
 from motet.runtime.mesh import of_other_examples
 from motet.train.attempt import agreed_attempt
-from motet.train.watch import Watch, come, who_is_missing
+from motet.train.watch import Watch, come, is_first_to_fail, stay_until_told, who_is_missing
 
 LOOPBACK = "127.0.0.1"
 _LOOPBACK_INTERFACE = "lo"
@@ -223,20 +223,14 @@ def join_world(
             meeting = meeting or _meeting(wait_limit_s, used, in_phase)
             _init_process_group(chosen_device, meeting, timedelta(seconds=wait_limit_s))
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    ranks_per_node = _number("LOCAL_WORLD_SIZE", num_ranks)
-    if used is not None:
-        started = StartedRanks.at_hand().ranks_per_node
-        ranks_per_node = sum(each // started == used[0] // started for each in used)
-    control, saving = new_group(backend="gloo"), new_group(backend="gloo")
-    world = World(rank, num_ranks, ranks_per_node, chosen_device, control, saving)
-    if not borrowed and meeting is not None:
-        world = replace(world, launch=meeting.launch, is_restarted=meeting.is_restarted)
-    world = _on_even_nodes(world)
     if is_watched and meeting is not None and num_ranks > 1:
         watch = Watch(meeting.store, rank, num_ranks)
     away = meeting.store if in_phase and used is not None and meeting is not None and rank == 0 else None
     try:
-        yield world
+        if watch is not None:
+            watch.begin()
+        with _ending_for_all():
+            yield _joined(chosen_device, None if borrowed else meeting, used)
     except BaseException as error:
         note_origin(error, rank=rank if num_ranks > 1 else None)
         if away is not None:
@@ -258,6 +252,20 @@ def join_world(
         dist.destroy_process_group()
 
 
+def _joined(device: torch.device, meeting: Meeting | None, used: Sequence[int] | None) -> World:
+    """The World of the process group. meeting: of the ranks, if the group was made for it. A collective."""
+    num_ranks = dist.get_world_size()
+    ranks_per_node = _number("LOCAL_WORLD_SIZE", num_ranks)
+    if used is not None:
+        started = StartedRanks.at_hand().ranks_per_node
+        ranks_per_node = sum(each // started == used[0] // started for each in used)
+    control, saving = new_group(backend="gloo"), new_group(backend="gloo")
+    world = World(dist.get_rank(), num_ranks, ranks_per_node, device, control, saving)
+    if meeting is not None:
+        world = replace(world, launch=meeting.launch, is_restarted=meeting.is_restarted)
+    return _on_even_nodes(world)
+
+
 def stay_away(wait_limit_s: float) -> None:
     """Wait for the end of a phase that this rank has no part in. Raises RankFailure where it fails on other ranks.
 
@@ -274,15 +282,32 @@ def stay_away(wait_limit_s: float) -> None:
     raise RankFailure("a phase in which this rank has no part has failed on the others")
 
 
+@contextmanager
+def _ending_for_all() -> Iterator[None]:
+    """Raise RuntimeError for the SystemExit of code that Motet calls: its rank would end in order, without the others.
+
+    It would end with a code that says that all is done, perhaps.
+    """
+    try:
+        yield
+    except Stopped:
+        raise
+    except SystemExit as end:
+        ended = RuntimeError(f"sys.exit({'' if end.code is None else repr(end.code)}) was called before the end")
+        raise ended.with_traceback(end.__traceback__) from end
+
+
 def _tell(watch: Watch, error: BaseException) -> None:
     """Tell the other ranks of a failure, and note what they tell; of one that all ranks have alike, nothing."""
-    if isinstance(error, JointUserError | SystemExit):
+    if isinstance(error, JointUserError | Stopped):
         watch.leave()
         return
     # torchrun ends all ranks when one has ended; this one ends by itself, when it has said why.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if not isinstance(error, RankFailure):  # Else the rank that it is about speaks.
+    if isinstance(error, RankFailure):
+        watch.stay_until_another_fails()
+    else:
         speaks, others = watch.fail(error)
         note_origin(error, speaks=speaks, others=others)
 
@@ -345,7 +370,10 @@ def _check_interfaces() -> None:
 
 def _explain(error: RuntimeError, meeting: Meeting) -> None:
     """Note who has not come, on one rank. Raises UserError or RankFailure if all have and cannot connect."""
-    is_first, missing = who_is_missing(meeting.store, meeting.rank, meeting.num_ranks)
+    is_first = is_first_to_fail(meeting.store, meeting.rank)
+    missing = who_is_missing(meeting.store, meeting.num_ranks)
+    if not is_first:
+        stay_until_told()
     note_origin(error, rank=meeting.rank, speaks=is_first, others=f", as {missing}" if missing else "")
     if missing:
         return

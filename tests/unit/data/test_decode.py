@@ -12,7 +12,7 @@ import motet.data.workers
 from motet.core.errors import UserError
 from motet.core.example import Media
 from motet.data.audio import AudioTransform
-from motet.data.decode import Decoder, _ElsewhereLoader, _NotOpened
+from motet.data.decode import Decoder, _ElsewhereLoader, _NotOpened, loaded_items
 from motet.data.images import ImageTransform
 from motet.data.listed_frames import held_frames
 from motet.data.media import LISTED, BadMedia, MediaRef, Unusable
@@ -110,6 +110,15 @@ def test_a_worker_that_hangs_counts_as_dead():
         pool.submit("sleep").result(TIMEOUT_S)
 
 
+def test_a_pool_that_fails_does_not_wait_for_what_runs():
+    pool = WorkerPool(1, Obey, limit_s=2 * TIMEOUT_S)
+    running = pool.submit("sleep")
+    wait_until(running.running)
+    pool.__exit__(KeyError, None, None)
+    with pytest.raises(WorkerDied, match="was closed"):
+        running.result(0)
+
+
 def test_where_workers_go_on_dying_every_task_fails(monkeypatch):
     monkeypatch.setattr(motet.data.workers, "_MAX_POOL_DEATHS", 4)
     with WorkerPool(1, Obey) as pool:
@@ -144,6 +153,9 @@ class Elsewhere:
 
     def cause_of_death(self, error):
         return Death("died with its machine", by_task=False)
+
+    def kill(self):
+        pass
 
     def end(self):
         pass
@@ -230,6 +242,23 @@ def test_a_file_that_kills_its_decoder_is_bad():
         loaded = decoder.load([MediaRef("image", name) for name in ("a", "damaged", "b")])
     assert [type(media) for media in loaded] == [Media, BadMedia, Media]
     assert str(loaded[1]) == "damaged: its decoder was killed by SIGSEGV"
+
+
+class Hangs(KilledByDamage):
+    def load(self, ref):
+        time.sleep(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_first_item_that_hangs_is_named_and_none_is_waited_for_behind_it(num_workers):
+    with Decoder({"image": Hangs()}, num_workers, limit_s=1.0) as decoder:
+        items = [MediaRef("image", f"{size}.png", raw=(size, size)) for size in (1, 3, 2)]
+        submitted = zip(decoder.submit(items), ("line 7", "line 8", "line 9"), strict=True)
+        with pytest.raises(TimeoutError) as raised:
+            loaded_items((future, lambda line=line: f"train.jsonl, {line}") for future, line in submitted)
+        assert decoder.num_deaths == num_workers, "it is not tried again"
+    assert raised.value.filename == "train.jsonl, line 8: 3.png", "which is begun first"
+    assert "decoding it has not ended in 1 s, three quarters of run.wait_limit_s" in raised.value.strerror
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

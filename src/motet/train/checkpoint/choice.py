@@ -54,13 +54,13 @@ def choose_checkpoint(resume: str, folder: Path, world: World, say: Say) -> Star
         seen = _look(folder, world) if world.is_first else None
     there = world.gather(seen)[0]
     assert there is not None
-    if resume != "auto" and (start := _newest_whole(there.saved, there.checkpoints, world, say)):
+    if resume != "auto" and (start := newest_whole(there.saved, there.checkpoints, world, say)):
         return start
     if resume == "never":
         return None
     if resume != "auto":
         return _named(Path(resume), folder, there.checkpoints, world)
-    if start := _newest_whole(there.checkpoints, there.checkpoints, world, say):
+    if start := newest_whole(there.checkpoints, there.checkpoints, world, say):
         return start
     if there.checkpoints or there.set_aside:
         raise JointUserError(
@@ -117,7 +117,7 @@ def _launch_of(checkpoint: Path) -> str | None:
         return None
 
 
-def _newest_whole(candidates: Sequence[Path], there: Sequence[Path], world: World, say: Say) -> Start | None:
+def newest_whole(candidates: Sequence[Path], there: Sequence[Path], world: World, say: Say) -> Start | None:
     """The newest whole of the candidates; newer ones are renamed. there: all checkpoints of the run. A collective."""
     for path in reversed(candidates):
         verified = _verified(path, world)

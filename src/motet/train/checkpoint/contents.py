@@ -19,7 +19,6 @@ import errno
 import hashlib
 import json
 import math
-import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +30,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, TypeAdapter, V
 
 import motet
 from motet.core.errors import UserError
+from motet.core.files import sync
 
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.json"
 FORMAT = 1
@@ -320,15 +320,6 @@ def complete_checkpoint(
         (folder / name).write_bytes(text)
         sync(folder / name)
     sync(folder)
-
-
-def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk (fsync)."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sha256_of(body: dict[str, Any]) -> str:

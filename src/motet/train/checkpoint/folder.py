@@ -16,7 +16,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from motet.train.checkpoint.contents import CHECKPOINTS, is_checkpoint, step_named, sync
+from motet.core.files import sync
+from motet.train.checkpoint.contents import CHECKPOINTS, is_checkpoint, step_named
 
 _UNFINISHED = re.compile(r"step-\d+\.tmp")
 _SET_ASIDE = re.compile(r"step-\d+\.(damaged|superseded)(-\d+)?")

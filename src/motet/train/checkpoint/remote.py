@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from motet.core.errors import UserError
+from motet.core.files import sync
 from motet.data.remote import (
     LOCAL_URL,
     check_protocol,
@@ -36,7 +37,6 @@ from motet.train.checkpoint.contents import (
     parse_manifest,
     read_manifest,
     step_named,
-    sync,
 )
 from motet.train.checkpoint.folder import checkpoints, checkpoints_set_aside, set_aside
 

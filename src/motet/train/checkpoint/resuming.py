@@ -10,7 +10,7 @@ import torch
 from motet.core.errors import UserError
 from motet.core.text_files import parse_toml, read_text
 from motet.models.mllm import MLLM
-from motet.train.checkpoint.choice import Say, Start, choose_checkpoint, remove_all, verified_start
+from motet.train.checkpoint.choice import Say, Start, choose_checkpoint, newest_whole, remove_all, verified_start
 from motet.train.checkpoint.contents import (
     CHECKPOINTS,
     Progress,
@@ -19,6 +19,7 @@ from motet.train.checkpoint.contents import (
     name_of,
     read_state,
 )
+from motet.train.checkpoint.folder import checkpoints
 from motet.train.checkpoint.remote import RemoteCheckpoints, checkpoint_at, digest_at, is_stored
 from motet.train.checkpoint.restoring import load, load_weights
 from motet.train.checkpoint.same_run import changed_files, check_beside, check_same_run
@@ -79,6 +80,19 @@ def has_ended(recipe: Recipe) -> bool:
     False of epochs, as the examples alone say which step that is.
     """
     return recipe.run.epochs is None and is_checkpoint(recipe.run.dir / CHECKPOINTS / name_of(recipe.run.num_steps))
+
+
+def phase_has_ended(recipe: Recipe, then: Path, world: World, say: Say) -> bool:
+    """Whether a training phase has ended; not if its last checkpoint is damaged and the phase after it begins with it.
+
+    Such a checkpoint is renamed, so that the phase goes on from the newest whole one. A collective.
+    then: the folder of the run of the phase after it.
+    """
+    with world.together():
+        seen = has_ended(recipe), bool(checkpoints(then / CHECKPOINTS))
+    has_it, has_begun = world.gather(seen)[0]
+    last = recipe.run.dir / CHECKPOINTS / name_of(recipe.run.num_steps) if has_it else None
+    return last is not None and (has_begun or newest_whole([last], [last], world, say) is not None)
 
 
 def _fetched(resume: str, recipe: Recipe, world: World, say: Say) -> str:

@@ -63,6 +63,7 @@ class Checkpointer:
     With `config.url` the first rank copies each checkpoint there in a thread of its own, while training goes on. The
     next save waits for it, and so does the end; ranks tell each other every few seconds that they wait.
 
+    folder: in one that is there.
     group:  a host (gloo) group that nothing else uses, since saving runs in a thread; None without torch.distributed.
     line:   names of the checkpoints in the folder that led to this run, the earliest first.
     launch: as in `World`.
@@ -173,8 +174,10 @@ class Checkpointer:
         temporary = self._temporary
 
         def start() -> None:
+            # Its own folder alone is made anew: the run may have lost its, and another have begun there.
+            self._folder.mkdir(exist_ok=True)
             clear_unfinished(self._folder)
-            temporary.mkdir(parents=True)
+            temporary.mkdir()
 
         def finish(files: dict[str, File], tensors: dict[str, StoredTensor]) -> None:
             complete_checkpoint(temporary, files, tensors, state)

@@ -33,8 +33,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from motet.core.files import sync
 from motet.models.fused import NamedRows
-from motet.train.checkpoint.contents import File, Shard, StoredTensor, sha256, sync
+from motet.train.checkpoint.contents import File, Shard, StoredTensor, sha256
 
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from motet.assign.whole_step import DecidedStep
 from motet.core.arrays import BoolArray, Int64Array
-from motet.core.errors import JointUserError
+from motet.core.errors import JointUserError, Stopped
 from motet.core.words import counted_words
 from motet.data.config import LoadingConfig
 from motet.data.order import ExampleOrder
@@ -163,7 +163,7 @@ class Feed:
         """End the thread on all ranks together: a rank whose thread is ahead learns of it in the next agreement."""
         self._closing.set()
         # After an error of this rank alone, the other ranks do not close, and waiting for them would never end.
-        together = kind is None or issubclass(kind, JointUserError | SystemExit)
+        together = kind is None or issubclass(kind, JointUserError | Stopped)
         while together and self._thread.is_alive():
             try:
                 self._queue.get(timeout=0.05)

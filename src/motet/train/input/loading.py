@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -20,7 +21,7 @@ from motet.assign.whole_step import DecidedMicrobatch, DecidedStep, decide_step
 from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BatchLengths, home_ranks
-from motet.data.decode import Decoder
+from motet.data.decode import Decoder, loaded_items
 from motet.data.examples import Examples
 from motet.data.media import BadMedia, MediaRef
 from motet.data.order import StepExamples
@@ -124,12 +125,12 @@ class Pending:
 
     def bad(self) -> list[UnreadableExample]:
         """The examples of this share that cannot be used; waits until all items are loaded."""
-        unreadable = []
-        for index, future in self.items:
-            media = future.result()
-            if isinstance(media, BadMedia):
-                unreadable.append(UnreadableExample(index, self.where(index), media.path, media.reason))
-        return unreadable
+        loaded = loaded_items((future, partial(self.where, index)) for index, future in self.items)
+        return [
+            UnreadableExample(index, self.where(index), media.path, media.reason)
+            for (index, _), media in zip(self.items, loaded, strict=True)
+            if isinstance(media, BadMedia)
+        ]
 
     def media(self) -> list[tuple[int, Media]]:
         """(index of the example, item) for the items that could be loaded."""

@@ -10,10 +10,11 @@ import numpy as np
 
 from motet.core.words import counted_words
 from motet.data.config import LoadingConfig
-from motet.data.decode import Decoder
+from motet.data.decode import LIMIT, Decoder
 from motet.data.ray_actors import RayCluster
 from motet.data.ray_server import RayServer
 from motet.data.transforms import Transform
+from motet.runtime.groups import wait_limit
 from motet.train.world import World
 
 
@@ -35,8 +36,9 @@ def open_decoder(
     if config.service == "ray":
         cluster = _joined(config, world, cleanup)
         num_workers = _share(config, world, reads)
+    limit_s = LIMIT * wait_limit(world.device).total_seconds()
     with world.together():
-        decoder = cleanup.enter_context(Decoder(transforms, num_workers, cluster))
+        decoder = cleanup.enter_context(Decoder(transforms, num_workers, cluster, limit_s=limit_s))
     if cluster is not None:
         whose = "that runs at " + cluster.address if not _is_embedded(config) else "of this run"
         nodes = "a node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"

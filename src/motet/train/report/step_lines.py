@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.core.errors import UserError
+from motet.core.files import write_whole
 
 HELDOUT_FILE = "heldout.jsonl"
 METRICS = frozenset(("step", "loss", "step_s", "num_tokens", "phases", "balance"))
@@ -32,10 +34,13 @@ def to_json(value: Any, **options: Any) -> str:
 
 
 class Lines:
-    """A file of lines. If a line cannot be written, the file stays as it was; the next write tries the line again."""
+    """A file of lines. If a line cannot be written, the file stays as it was; the next write tries the line again.
+
+    One that is removed, or moved away, cannot be written.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._path, self._file = path, open(path, "ab", buffering=0)  # noqa: SIM115
         self._kept = b""
 
     def write(self, line: str) -> None:
@@ -52,6 +57,8 @@ class Lines:
 
     def _write(self) -> None:
         start, rest = self._file.tell(), memoryview(self._kept)
+        if rest and not self._is_there():
+            raise FileNotFoundError(errno.ENOENT, "it was removed or moved away", str(self._path))
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
@@ -60,6 +67,13 @@ class Lines:
             self._file.seek(start)
             raise
         self._kept = b""
+
+    def _is_there(self) -> bool:
+        """Whether what is written can be found: an open file takes it all the same."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return False
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -89,9 +103,7 @@ def cut_lines(path: Path, first_step: int, keys: frozenset[str]) -> None:
             raise UserError(f"{path}, line {number}, is no step of a run, so the file is another's; move it away.")
         if step is not None and step <= first_step:
             kept.append(line.rstrip(b"\n") + b"\n")
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(b"".join(kept))
-    os.replace(temporary, path)
+    write_whole(path, b"".join(kept))
 
 
 def step_of(line: bytes, keys: frozenset[str]) -> int | None:
