@@ -8,7 +8,7 @@ media tokens that `config.json` gives by number.
 
 Some classes of transformers, such as LlamaTokenizer, take no more than vocabulary and merges from `tokenizer.json`, and
 split texts in their own way; `add_bos_token` replaces what the file puts around a text. Where a directory names such a
-class or option, transformers opens it.
+class or option, or a model, of whose type transformers may take such a class whatever is named, transformers opens it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ _NAMED = ("extra_special_tokens", "model_specific_special_tokens")
 _AS_IN_FILE = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes of transformers that take all of tokenizer.json as it is."""
 _AROUND = ("add_bos_token", "add_eos_token")
+_CLASS_OF_MODEL = ("model_type", "tokenizer_class")
+"""Keys of config.json by which transformers takes a class."""
 _NUMBERED = {
     "image_token": ("image_token_id", "image_token_index"),
     "audio_token": ("audio_token_id", "audio_token_index"),
@@ -57,7 +59,9 @@ def read_tokenizer(directory: Path) -> TokenizerFiles:
     config = read_optional_object(directory / _CONFIG)
     _check_same_tokens(directory, config, tokenizer)
     special = _named_tokens(directory, config, tokenizer)
-    if config.get("tokenizer_class") not in _AS_IN_FILE or any(config.get(name) is not None for name in _AROUND):
+    model = read_optional_object(directory / "config.json")
+    is_told = any(config.get(name) is not None for name in _AROUND) or any(name in model for name in _CLASS_OF_MODEL)
+    if is_told or config.get("tokenizer_class") not in _AS_IN_FILE:
         opened = open_by_transformers(directory)
         backend, special = opened.backend_tokenizer.to_str(), special_tokens(opened) | special
     return TokenizerFiles(backend, read_template(directory), TokenNames(special, _processor(directory, config)))
@@ -71,7 +75,8 @@ def open_by_transformers(directory: Path) -> Any:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     # The readers of transformers raise exceptions of any kind on a damaged file.
     except Exception as error:
-        raise UserError(f"cannot be opened ({_line(error)}); it must hold tokenizer.json") from None
+        lacking = "" if os.path.lexists(directory / "tokenizer.json") else "; it must hold tokenizer.json"
+        raise UserError(f"cannot be opened by transformers ({_line(error)}){lacking}") from None
 
 
 def special_tokens(tokenizer: Any) -> dict[str, str]:

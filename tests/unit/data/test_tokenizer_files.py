@@ -174,8 +174,20 @@ def test_a_directory_of_an_older_format_that_is_broken(tmp_path):
     pytest.importorskip("transformers")
     folder = tmp_path / "old"
     folder.mkdir()
-    assert complaint(folder).startswith("tokenizer tok: cannot be opened (")
+    assert complaint(folder).startswith("tokenizer tok: cannot be opened by transformers (")
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
     (folder / "vocab.json").write_text("[3]")
     (folder / "merges.txt").write_text("#version\nx")
-    assert complaint(folder).startswith("tokenizer tok: cannot be opened (")
+    assert complaint(folder).startswith("tokenizer tok: cannot be opened by transformers (")
+
+
+@pytest.mark.parametrize("named", [{}, {"tokenizer_class": "PreTrainedTokenizerFast"}])
+def test_a_class_that_transformers_takes_for_the_model_beside_it(folder, named):
+    """Of a Qwen2 it is Qwen2Tokenizer, which composes accents and splits in its own way, whatever the file says."""
+    transformers = pytest.importorskip("transformers")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", **named}))
+    text = "cafe\u0301 12345's\n\n x"
+    alone = ChatTokenizer.from_directory(folder).backend.encode(text)[0].tolist()
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"]
+    assert ChatTokenizer.from_directory(folder).backend.encode(text)[0].tolist() == theirs != alone
