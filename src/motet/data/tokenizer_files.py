@@ -9,7 +9,8 @@ media tokens that `config.json` gives by number.
 
 Some classes of transformers, such as LlamaTokenizer, take no more than vocabulary and merges from `tokenizer.json`, and
 split texts in their own way; `add_bos_token` replaces what the file puts around a text. Where a directory names such a
-class or option, or a model, of whose type transformers may take such a class whatever is named, transformers opens it.
+class or option, or a model, of whose type transformers may take such a class whatever is named, transformers opens it;
+and so where `tokenizer_config.json` has other flags of an added token.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _AS_IN_FILE = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
 _JINJA, TOOL_TEMPLATE = "chat_template.jinja", "tool_use"
 """The file of a chat template, and the name of one for conversations with tools."""
 _AROUND = ("add_bos_token", "add_eos_token")
+_FLAGS = ("lstrip", "rstrip", "normalized", "single_word")
+"""What says where a text is split at a token, and whether white space around it goes with it."""
 _CLASS_OF_MODEL = ("model_type", "tokenizer_class")
 """Keys of config.json by which transformers takes a class."""
 _NUMBERED = {
@@ -66,7 +69,7 @@ def read_tokenizer(directory: Path) -> TokenizerFiles:
     special = _named_tokens(directory, config, tokenizer)
     model = read_optional_object(directory / "config.json")
     is_told = any(config.get(name) is not None for name in _AROUND) or any(name in model for name in _CLASS_OF_MODEL)
-    if is_told or config.get("tokenizer_class") not in _AS_IN_FILE:
+    if is_told or config.get("tokenizer_class") not in _AS_IN_FILE or _splits_otherwise(config, tokenizer):
         opened = open_by_transformers(directory)
         backend, special = opened.backend_tokenizer.to_str(), special_tokens(opened) | special
     names = TokenNames(special, _processor(directory, config))
@@ -212,6 +215,17 @@ def _check_same_tokens(directory: Path, config: dict[str, Any], tokenizer: Token
                 f"{file}: has {str(content)[:40]!r}{as_number}, which tokenizer.json has not; save the tokenizer anew "
                 "by transformers"
             )
+
+
+def _splits_otherwise(config: dict[str, Any], tokenizer: Tokenizer) -> bool:
+    """Whether tokenizer_config.json has other flags of a token than tokenizer.json: transformers takes its flags."""
+    added = {str(number): token for number, token in tokenizer.get_added_tokens_decoder().items()}
+    return any(
+        said.get(flag, getattr(added[number], flag)) != getattr(added[number], flag)
+        for number, said in (config.get("added_tokens_decoder") or {}).items()
+        for flag in _FLAGS
+        if number in added and isinstance(said, dict)
+    )
 
 
 def _tokens_elsewhere(directory: Path, config: dict[str, Any]) -> Iterator[tuple[Path, object, str | None]]:

@@ -191,3 +191,19 @@ def test_a_class_that_transformers_takes_for_the_model_beside_it(folder, named):
     (folder / "config.json").write_text('{"model_type": "qwen2"}')
     theirs = transformers.AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"]
     assert ChatTokenizer.from_directory(folder).backend.encode(text)[0].tolist() == theirs != alone
+
+
+def test_flags_of_tokens_are_those_that_transformers_takes(folder):
+    """A mark takes the white space behind it, by the one file and not by the other."""
+    transformers = pytest.importorskip("transformers")
+    text = "<|im_start|>  user\nYes<|im_end|>"
+    alone = ChatTokenizer.from_directory(folder).backend.encode(text)[0].tolist()
+    number = str(ChatTokenizer.from_directory(folder).backend.token_id("<|im_start|>"))
+    for rstrip in (False, True):
+        said = {"content": "<|im_start|>", "special": True, "normalized": False, "rstrip": rstrip}
+        config = {"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": {number: said}}))
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"]
+        ours = ChatTokenizer.from_directory(folder).backend.encode(text)[0].tolist()
+        assert ours == theirs
+        assert (ours == alone) != rstrip
