@@ -66,6 +66,11 @@ def read_tokenizer(directory: Path) -> TokenizerFiles:
     tokenizer = open_backend(backend, f"{directory / 'tokenizer.json'}")
     config = read_optional_object(directory / _CONFIG)
     _check_same_tokens(directory, config, tokenizer)
+    if config.get("split_special_tokens"):
+        raise UserError(
+            f"{directory / _CONFIG}: has 'split_special_tokens', by which transformers makes plain text of what marks "
+            "turns and media; remove it"
+        )
     special = _named_tokens(directory, config, tokenizer)
     model = read_optional_object(directory / "config.json")
     is_told = any(config.get(name) is not None for name in _AROUND) or any(name in model for name in _CLASS_OF_MODEL)

@@ -99,6 +99,10 @@ def test_damaged_files_beside_it(folder, name, data, said):
         ),
         ({"additional_special_tokens": ["<|im_end|>", "<new>"]}, "has '<new>', which tokenizer.json has not"),
         ({"added_tokens_decoder": [1]}, "'added_tokens_decoder' must be an object"),
+        (
+            {"split_special_tokens": True},
+            "tokenizer_config.json: has 'split_special_tokens', by which transformers makes",
+        ),
     ],
 )
 def test_tokens_that_the_tokenizer_does_not_have(folder, config, said):
