@@ -54,6 +54,7 @@ from motet.data.media_tokens import (
 from motet.data.rendered_turns import given_as_parts, tool_text, turns_before, without_double_breaks
 from motet.data.tokenizer_backend import TokenizerBackend
 from motet.data.tokenizer_files import (
+    TOOL_TEMPLATE,
     open_by_transformers,
     read_template,
     read_tokenizer,
@@ -71,15 +72,23 @@ class ChatTokenizer:
     template:       Jinja source; None: the default template.
     special_tokens: name -> token; the default template needs at least eos_token.
     processor:      the class in transformers that prepares the inputs of the tokenizer's model; None for a text model.
+    tool_template:  the template of conversations with tools; None: theirs is that of all.
     """
 
     def __init__(
-        self, backend: str, template: str | None, special_tokens: dict[str, str], *, processor: str | None = None
+        self,
+        backend: str,
+        template: str | None,
+        special_tokens: dict[str, str],
+        *,
+        processor: str | None = None,
+        tool_template: str | None = None,
     ) -> None:
         if template is None and "eos_token" not in special_tokens:
             raise UserError("the tokenizer has no chat template and no eos_token; give it one of them")
         self.backend = TokenizerBackend(backend, special_tokens)
         self._template = ChatTemplate(template or DEFAULT_TEMPLATE, special_tokens)
+        self._tool_template = ChatTemplate(tool_template, special_tokens) if tool_template else self._template
         self._names = TokenNames(special_tokens, processor)
 
     @classmethod
@@ -111,10 +120,12 @@ class ChatTokenizer:
         files = read_tokenizer(directory)
         try:
             source = files.template or template
-            tokenizer = cls(files.backend, source, files.names.special, processor=files.names.processor)
+            of_model: Any = {"processor": files.names.processor, "tool_template": files.tool_template}
+            tokenizer = cls(files.backend, source, files.names.special, **of_model)
             names = replace(tokenizer._names, forms=dict(forms), beside=dict(beside), frames=frames, crops=crops)
             tokenizer._names = names
             tokenizer._template.check()
+            tokenizer._tool_template.check()
         except UserError as error:
             raise UserError(f"tokenizer {directory}: {error}") from None
         return tokenizer
@@ -122,11 +133,12 @@ class ChatTokenizer:
     @classmethod
     def from_transformers(cls, tokenizer: Any, template: str | None = None) -> ChatTokenizer:
         """A fast tokenizer of transformers. template: replaces the tokenizer's own."""
-        default = tokenizer.chat_template
-        default = default.get("default") if isinstance(default, dict) else default
+        given = tokenizer.chat_template
+        named = given if isinstance(given, dict) else {"default": given}
         processor = tokenizer.init_kwargs.get("processor_class")
+        tool_template = named.get(TOOL_TEMPLATE) if processor is None and template is None else None
         backend, special = tokenizer.backend_tokenizer.to_str(), special_tokens(tokenizer)
-        return cls(backend, template or default, special, processor=processor)
+        return cls(backend, template or named.get("default"), special, processor=processor, tool_template=tool_template)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -135,7 +147,8 @@ class ChatTokenizer:
         forms: list[Any] = [each for each in (self._names.forms, self._names.beside) if each]
         forms += [astuple(each) for each in (self._names.frames, self._names.crops) if each]
         names = json.dumps([self._names.special, self._names.processor, *forms], sort_keys=True)
-        for part in (str(_VERSION), self._template.source, names):
+        sources = dict.fromkeys(each.source for each in (self._template, self._tool_template))
+        for part in (str(_VERSION), *sources, names):
             digest.update(part.encode() + b"\0")
         digest.update(self.backend.source.encode())
         return digest.hexdigest()
@@ -201,10 +214,7 @@ class ChatTokenizer:
         forms, leads = self._forms(conversation), self._leads(conversation.placeholders, raws)
         if conversation.is_document:
             return self._with_items_beside(self._encode_document(conversation, forms, leads))
-        template, turns = (
-            self._template_of(conversation.placeholders).with_tools(conversation.tools),
-            without_double_breaks(conversation.turns, forms),
-        )
+        template, turns = self._template_for(conversation), without_double_breaks(conversation.turns, forms)
         text, spans, is_marked = template.render_with_answers(turns, given_as_parts(forms))
         behind = self._past_end_of_sequence if is_marked else self._past_end_token
         spans = [(start, behind(text, end)) for start, end in spans]
@@ -226,8 +236,7 @@ class ChatTokenizer:
             raise UserError("it is a document, in which nothing is asked")
         before, answer = conversation.without_last_answer()
         forms = self._forms(before)
-        template = self._template_of(before.placeholders).with_tools(conversation.tools)
-        turns = without_double_breaks(before.turns, forms)
+        template, turns = self._template_for(before), without_double_breaks(before.turns, forms)
         text = template.render(turns, given_as_parts(forms), generation_prompt=True)
         answer = self._expected(conversation, len(turns)) or answer
         of_items = turns_before(template, before, turns, forms, text, generation_prompt=True)
@@ -241,8 +250,7 @@ class ChatTokenizer:
         It is the answer's own text, as a rule. Qwen3's template writes a thought before it.
         """
         forms = self._forms(conversation)
-        template = self._template_of(conversation.placeholders).with_tools(conversation.tools)
-        turns = without_double_breaks(conversation.turns, forms)
+        template, turns = self._template_for(conversation), without_double_breaks(conversation.turns, forms)
         try:
             text, spans, _ = template.render_with_answers(turns, given_as_parts(forms))
         except UserError:
@@ -349,7 +357,8 @@ class ChatTokenizer:
         return self.backend.decode(tokens.tolist(), special=special)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"backend": self.backend, "_template": self._template, "_names": self._names}
+        names = ("backend", "_template", "_tool_template", "_names")
+        return {name: getattr(self, name) for name in names}
 
     @classmethod
     def _convert(cls, directory: Path, template: str | None) -> ChatTokenizer:
@@ -371,9 +380,8 @@ class ChatTokenizer:
     @cached_property
     def _reserved(self) -> re.Pattern[str] | None:
         """A pattern of the tokens that no text may hold; None if there are none."""
-        tokens = set[str]().union(
-            *(reserved_tokens(self._template_of(items), self.backend.special, self._names) for items in ((), (VIDEO,)))
-        )
+        templates = (self._template_of(()), self._template_of((VIDEO,)), self._tool_template)
+        tokens = set[str]().union(*(reserved_tokens(each, self.backend.special, self._names) for each in templates))
         return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))) if tokens else None
 
     def _forms(self, conversation: Conversation) -> dict[str, MediaForm]:
@@ -402,6 +410,13 @@ class ChatTokenizer:
     def _template_of(self, placeholders: Sequence[str]) -> ChatTemplate:
         """The template of a conversation with such items."""
         return self._template if self._names.frames is None or VIDEO not in placeholders else self._frames_template
+
+    def _template_for(self, conversation: Conversation) -> ChatTemplate:
+        """The template of a conversation, with its tools."""
+        template = self._template_of(conversation.placeholders)
+        if conversation.tools and template is self._template:
+            template = self._tool_template
+        return template.with_tools(conversation.tools)
 
     @cached_property
     def _frames_template(self) -> ChatTemplate:

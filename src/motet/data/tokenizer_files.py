@@ -1,14 +1,16 @@
 """Reads the files of a tokenizer's directory: `tokenizer.json`, and the files that transformers writes beside it.
 
 Chat template: the processor's (`chat_template.jinja`, `chat_template.json`, `processor_config.json`), else the
-tokenizer's (`tokenizer_config.json`). Only the processor's may write media.
+tokenizer's (`tokenizer_config.json`). Only the processor's may write media. Of several templates that of the name
+"default" is taken, and by a text model that named "tool_use" for conversations with tools, as in transformers.
 
 Named tokens: those of `tokenizer_config.json`, else of `processor_config.json` or `special_tokens_map.json`, else the
 media tokens that `config.json` gives by number.
 
 Some classes of transformers, such as LlamaTokenizer, take no more than vocabulary and merges from `tokenizer.json`, and
 split texts in their own way; `add_bos_token` replaces what the file puts around a text. Where a directory names such a
-class or option, transformers opens it.
+class or option, or a model, of whose type transformers may take such a class whatever is named, transformers opens it;
+and so where `tokenizer_config.json` has other flags of an added token.
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ _CONFIG, _PROCESSORS = "tokenizer_config.json", ("processor_config.json", "prepr
 _NAMED = ("extra_special_tokens", "model_specific_special_tokens")
 _AS_IN_FILE = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes of transformers that take all of tokenizer.json as it is."""
+_JINJA, TOOL_TEMPLATE = "chat_template.jinja", "tool_use"
+"""The file of a chat template, and the name of one for conversations with tools."""
 _AROUND = ("add_bos_token", "add_eos_token")
+_FLAGS = ("lstrip", "rstrip", "normalized", "single_word")
+"""What says where a text is split at a token, and whether white space around it goes with it."""
+_CLASS_OF_MODEL = ("model_type", "tokenizer_class")
+"""Keys of config.json by which transformers takes a class."""
 _NUMBERED = {
     "image_token": ("image_token_id", "image_token_index"),
     "audio_token": ("audio_token_id", "audio_token_index"),
@@ -41,13 +49,15 @@ _NUMBERED = {
 class TokenizerFiles:
     """The contents of a directory.
 
-    backend:  the JSON of the tokenizers library, as transformers makes it of the directory.
-    template: Jinja source, or None.
+    backend:       the JSON of the tokenizers library, as transformers makes it of the directory.
+    template:      Jinja source, or None.
+    tool_template: that of conversations with tools, where they have one of their own.
     """
 
     backend: str
     template: str | None
     names: TokenNames
+    tool_template: str | None = None
 
 
 def read_tokenizer(directory: Path) -> TokenizerFiles:
@@ -56,11 +66,20 @@ def read_tokenizer(directory: Path) -> TokenizerFiles:
     tokenizer = open_backend(backend, f"{directory / 'tokenizer.json'}")
     config = read_optional_object(directory / _CONFIG)
     _check_same_tokens(directory, config, tokenizer)
+    if config.get("split_special_tokens"):
+        raise UserError(
+            f"{directory / _CONFIG}: has 'split_special_tokens', by which transformers makes plain text of what marks "
+            "turns and media; remove it"
+        )
     special = _named_tokens(directory, config, tokenizer)
-    if config.get("tokenizer_class") not in _AS_IN_FILE or any(config.get(name) is not None for name in _AROUND):
+    model = read_optional_object(directory / "config.json")
+    is_told = any(config.get(name) is not None for name in _AROUND) or any(name in model for name in _CLASS_OF_MODEL)
+    if is_told or config.get("tokenizer_class") not in _AS_IN_FILE or _splits_otherwise(config, tokenizer):
         opened = open_by_transformers(directory)
         backend, special = opened.backend_tokenizer.to_str(), special_tokens(opened) | special
-    return TokenizerFiles(backend, read_template(directory), TokenNames(special, _processor(directory, config)))
+    names = TokenNames(special, _processor(directory, config))
+    tool_template = read_tool_template(directory) if names.processor is None else None
+    return TokenizerFiles(backend, read_template(directory), names, tool_template)
 
 
 def open_by_transformers(directory: Path) -> Any:
@@ -71,7 +90,8 @@ def open_by_transformers(directory: Path) -> Any:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     # The readers of transformers raise exceptions of any kind on a damaged file.
     except Exception as error:
-        raise UserError(f"cannot be opened ({_line(error)}); it must hold tokenizer.json") from None
+        lacking = "" if os.path.lexists(directory / "tokenizer.json") else "; it must hold tokenizer.json"
+        raise UserError(f"cannot be opened by transformers ({_line(error)}){lacking}") from None
 
 
 def special_tokens(tokenizer: Any) -> dict[str, str]:
@@ -106,8 +126,18 @@ def read_template(directory: Path) -> str | None:
     return templates[0][1] if templates else None
 
 
+def read_tool_template(directory: Path) -> str | None:
+    """The template that the tokenizer of a directory has for conversations with tools, beside the default; or None."""
+    jinja = directory / "additional_chat_templates" / f"{TOOL_TEMPLATE}.jinja"
+    if os.path.lexists(jinja):
+        return read_text(jinja, "the chat template")
+    named = None if os.path.lexists(directory / _JINJA) else _templates_in(directory / _CONFIG)
+    template = named.get(TOOL_TEMPLATE) if isinstance(named, dict) else None
+    return template if isinstance(template, str) and template.strip() else None
+
+
 def _processor_templates(directory: Path) -> Iterator[tuple[Path, str]]:
-    jinja = directory / "chat_template.jinja"
+    jinja = directory / _JINJA
     if os.path.lexists(jinja):
         yield jinja, read_text(jinja, "the chat template")
     for path in (directory / "chat_template.json", directory / _PROCESSORS[0]):
@@ -117,13 +147,7 @@ def _processor_templates(directory: Path) -> Iterator[tuple[Path, str]]:
 
 def _template_in(path: Path) -> str | None:
     """The template under `chat_template` in a JSON file: a text, or of several texts the one named "default"."""
-    template = read_optional_object(path).get("chat_template")
-    if isinstance(template, list):
-        template = {
-            named["name"]: named["template"]
-            for named in template
-            if isinstance(named, dict) and isinstance(named.get("name"), str) and "template" in named
-        }
+    template = _templates_in(path)
     if isinstance(template, dict):
         if "default" not in template:
             raise UserError(f"{path}: 'chat_template' has several templates, of which none is named 'default'")
@@ -131,6 +155,18 @@ def _template_in(path: Path) -> str | None:
     if template is not None and not isinstance(template, str):
         raise UserError(f"{path}: 'chat_template' must be a text, or several, of which one is named 'default'")
     return template
+
+
+def _templates_in(path: Path) -> Any:
+    """What a JSON file has under `chat_template`, several by their names."""
+    template = read_optional_object(path).get("chat_template")
+    if not isinstance(template, list):
+        return template
+    return {
+        named["name"]: named["template"]
+        for named in template
+        if isinstance(named, dict) and isinstance(named.get("name"), str) and "template" in named
+    }
 
 
 def _named_tokens(directory: Path, config: dict[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
@@ -184,6 +220,17 @@ def _check_same_tokens(directory: Path, config: dict[str, Any], tokenizer: Token
                 f"{file}: has {str(content)[:40]!r}{as_number}, which tokenizer.json has not; save the tokenizer anew "
                 "by transformers"
             )
+
+
+def _splits_otherwise(config: dict[str, Any], tokenizer: Tokenizer) -> bool:
+    """Whether tokenizer_config.json has other flags of a token than tokenizer.json: transformers takes its flags."""
+    added = {str(number): token for number, token in tokenizer.get_added_tokens_decoder().items()}
+    return any(
+        said.get(flag, getattr(added[number], flag)) != getattr(added[number], flag)
+        for number, said in (config.get("added_tokens_decoder") or {}).items()
+        for flag in _FLAGS
+        if number in added and isinstance(said, dict)
+    )
 
 
 def _tokens_elsewhere(directory: Path, config: dict[str, Any]) -> Iterator[tuple[Path, object, str | None]]:

@@ -46,6 +46,12 @@ _ADAPTERS = "adapters"
 CARD, MADE_BY = "README.md", "Trained by Motet"
 """The file of a model card, and words in it by which an export is known."""
 
+_NO_TOKENIZER = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.ckpt"),
+    *("*.index.json", ".git", ".cache"),
+)
+"""What of a directory is not copied with its tokenizer: weights, which would be those from before."""
+
 AdapterForm = Literal["saved", "merged"]
 
 
@@ -63,7 +69,7 @@ def export_hf(
 
     state_dict: whole tensors under the names of mllm.state_dict(); default: those of `mllm`, which then must not be
                 sharded.
-    tokenizer:  a directory to copy as well.
+    tokenizer:  a directory to copy as well, without weights that lie in it.
     adapter:    LoRA adapters are "saved" beside the weights that they change, or "merged" into them.
     bases:      part -> directory that has its weights without adapters. Those of a part whose adapters are saved are
                 not written once more.
@@ -107,7 +113,7 @@ def export_hf(
             if isinstance(noise := getattr(generator.generator, "noise", None), SchedulerNoise):
                 noise.write(target / "generators" / name / "scheduler")
         if tokenizer is not None:
-            shutil.copytree(tokenizer, target / "tokenizer")
+            shutil.copytree(tokenizer, target / "tokenizer", ignore=shutil.ignore_patterns(*_NO_TOKENIZER))
         if card:
             (target / CARD).write_text(_card(without, {part.path for part in adapted}, left_out, bases, card))
 

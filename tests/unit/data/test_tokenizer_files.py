@@ -99,6 +99,10 @@ def test_damaged_files_beside_it(folder, name, data, said):
         ),
         ({"additional_special_tokens": ["<|im_end|>", "<new>"]}, "has '<new>', which tokenizer.json has not"),
         ({"added_tokens_decoder": [1]}, "'added_tokens_decoder' must be an object"),
+        (
+            {"split_special_tokens": True},
+            "tokenizer_config.json: has 'split_special_tokens', by which transformers makes",
+        ),
     ],
 )
 def test_tokens_that_the_tokenizer_does_not_have(folder, config, said):
@@ -174,8 +178,36 @@ def test_a_directory_of_an_older_format_that_is_broken(tmp_path):
     pytest.importorskip("transformers")
     folder = tmp_path / "old"
     folder.mkdir()
-    assert complaint(folder).startswith("tokenizer tok: cannot be opened (")
+    assert complaint(folder).startswith("tokenizer tok: cannot be opened by transformers (")
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
     (folder / "vocab.json").write_text("[3]")
     (folder / "merges.txt").write_text("#version\nx")
-    assert complaint(folder).startswith("tokenizer tok: cannot be opened (")
+    assert complaint(folder).startswith("tokenizer tok: cannot be opened by transformers (")
+
+
+@pytest.mark.parametrize("named", [{}, {"tokenizer_class": "PreTrainedTokenizerFast"}])
+def test_a_class_that_transformers_takes_for_the_model_beside_it(folder, named):
+    """Of a Qwen2 it is Qwen2Tokenizer, which composes accents and splits in its own way, whatever the file says."""
+    transformers = pytest.importorskip("transformers")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", **named}))
+    text = "cafe\u0301 12345's\n\n x"
+    alone = ChatTokenizer.from_directory(folder).backend.encode(text)[0].tolist()
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"]
+    assert ChatTokenizer.from_directory(folder).backend.encode(text)[0].tolist() == theirs != alone
+
+
+def test_flags_of_tokens_are_those_that_transformers_takes(folder):
+    """A mark takes the white space behind it, by the one file and not by the other."""
+    transformers = pytest.importorskip("transformers")
+    text = "<|im_start|>  user\nYes<|im_end|>"
+    alone = ChatTokenizer.from_directory(folder).backend.encode(text)[0].tolist()
+    number = str(ChatTokenizer.from_directory(folder).backend.token_id("<|im_start|>"))
+    for rstrip in (False, True):
+        said = {"content": "<|im_start|>", "special": True, "normalized": False, "rstrip": rstrip}
+        config = {"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": {number: said}}))
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"]
+        ours = ChatTokenizer.from_directory(folder).backend.encode(text)[0].tolist()
+        assert ours == theirs
+        assert (ours == alone) != rstrip

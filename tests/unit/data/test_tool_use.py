@@ -1,6 +1,7 @@
 """Tools, their calls and their answers: the tokens that transformers makes of the same messages, calls learned."""
 
 import json
+import pickle
 
 import numpy as np
 import pyarrow
@@ -12,7 +13,7 @@ from motet.core.errors import UserError
 from motet.data.conversation import parse_conversation
 from motet.data.index_build import open_index
 from motet.data.text import ChatTokenizer
-from unit.data.families import IM, QWEN2_VL, write_tokenizer
+from unit.data.families import CHATML, IM, QWEN2_VL, write_tokenizer
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
@@ -207,3 +208,38 @@ def test_nulls_of_calls_and_tools_are_kept_in_a_list_of_records(tmp_path):
     record = {"messages": messages({"city": None, "days": 3}), "tools": TOOLS}
     (tmp_path / "a.json").write_text(json.dumps([record]))
     assert open_index(tmp_path / "a.json", ours).tokens(0).tokens.tolist() == encode(ours, record).tokens.tolist()
+
+
+@pytest.mark.parametrize("saved", ["by transformers", "in one file"])
+def test_a_template_for_conversations_with_tools_is_taken_as_transformers_takes_it(tmp_path, saved):
+    transformers = pytest.importorskip("transformers")
+    plain = CHATML.replace("MEDIA", "")
+    with_tools = "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}" + plain
+    folder = write_tokenizer(tmp_path / "tok", plain, IM, {"eos_token": "<|im_end|>"})
+    named = [{"name": "default", "template": plain}, {"name": "tool_use", "template": with_tools}]
+    if saved == "in one file":
+        (folder / "chat_template.jinja").unlink()
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
+    else:
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        theirs.chat_template = {each["name"]: each["template"] for each in named}
+        theirs.save_pretrained(folder)
+        assert (folder / "additional_chat_templates" / "tool_use.jinja").is_file()
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), ChatTokenizer.from_directory(folder)
+    messages = [{"role": "user", "content": "What time?"}, {"role": "assistant", "content": "Noon."}]
+    tool = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+    for tools in ([], [tool]):
+        record = {"messages": messages, "tools": tools}
+        expected = theirs.apply_chat_template(messages, tools=tools or None, return_dict=True)["input_ids"]
+        for tokenizer in (ours, pickle.loads(pickle.dumps(ours))):
+            sequence = tokenizer.encode(parse_conversation(record, "here"))
+            assert sequence.tokens.tolist() == expected
+            assert tokenizer.decode(sequence.tokens[sequence.targets], special=True) == "Noon.<|im_end|>"
+        prompt = ours.encode_prompt(parse_conversation(record, "here"))[0].tokens.tolist()
+        asked = theirs.apply_chat_template(
+            messages[:1], tools=tools or None, add_generation_prompt=True, return_dict=True
+        )
+        assert prompt == asked["input_ids"]
+    alone = write_tokenizer(tmp_path / "one", plain, IM, {"eos_token": "<|im_end|>"})
+    assert ours.fingerprint != ChatTokenizer.from_directory(alone).fingerprint

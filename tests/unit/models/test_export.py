@@ -228,7 +228,13 @@ def test_how_to_generate_and_the_tokenizer_go_along(tiny, tmp_path):
     mllm.backbone.causal_lm.generation_config.eos_token_id = [2, 7]
     (tmp_path / "words").mkdir()
     (tmp_path / "words" / "tokenizer.json").write_text("{}")
+    # As a rule it is the directory of a model: its weights are those from before.
+    for weights in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "original/consolidated.00.pth"):
+        (tmp_path / "words" / weights).parent.mkdir(exist_ok=True)
+        (tmp_path / "words" / weights).write_text("old")
     export_hf(mllm, tmp_path / "export", tokenizer=tmp_path / "words")
     stored = json.loads((tmp_path / "export" / "backbone" / "generation_config.json").read_text())
     assert (stored["temperature"], stored["eos_token_id"]) == (0.9, [2, 7])
     assert (tmp_path / "export" / "tokenizer" / "tokenizer.json").read_text() == "{}"
+    copied = [file for file in (tmp_path / "export" / "tokenizer").rglob("*") if file.is_file()]
+    assert [file.name for file in copied] == ["tokenizer.json"]

@@ -32,7 +32,7 @@ _FILES = {"preprocessor_config.json": None, "processor_config.json": ("image_pro
 """HF's files with options of preprocessing, and the tables in the file that may have them; None: the file itself."""
 
 _PREPROCESSED = {
-    "image": {"mean": "image_mean", "std": "image_std"},
+    "image": {"mean": "image_mean", "std": "image_std", "resample": "resample"},
     "audio": {"sampling_rate": "sampling_rate", "hop_length": "hop_length", "n_fft": "n_fft"},
 }
 """Modality -> options of a transform that no shape shows, and their names in HF's files."""
@@ -124,17 +124,20 @@ def _check_preprocessed(name: str, transform: Transform, path: Path) -> None:
     for file, stored in _preprocessed(path):
         if stored.get("do_normalize") is False:
             stored = stored | {"image_mean": 0.0, "image_std": 1.0}
+        if stored.get("do_resize") is False or stored.get("resample") is None:
+            stored = {key: value for key, value in stored.items() if key != "resample"}
         white = _white(path / file, stored) if transform.modality == IMAGE else 1.0
         for ours, theirs in _PREPROCESSED.get(transform.modality, {}).items():
+            is_scaled = white != 1.0 and ours != "resample"
             if theirs not in stored:
-                if white != 1.0:
+                if is_scaled:
                     raise UserError(
                         f"{path / file} scales pixels to 0 ... {white:.6g} and has no {theirs}, so that it does not "
                         f"say what they become; write it there, or remove the file and set transforms.{name}.{ours}."
                     )
                 continue
             told, made = f"{theirs} = {stored[theirs]}", stored[theirs]
-            if white != 1.0:
+            if is_scaled:
                 made = _divided(made, white)
                 told += f" of pixels from 0 to {white:.6g} (do_rescale, rescale_factor), which is {made} from 0 to 1"
             if not _equal(getattr(transform, ours), made):
