@@ -32,6 +32,7 @@ from motet.cost.memory import (
     taken_bytes,
 )
 from motet.simulate.predict.memory import MAX_LOGITS
+from motet.simulate.predict.tied import tied_at_end
 
 Key = TypeVar("Key", bound=Hashable)
 RecomputeMode = Literal["none", "least", "full"]
@@ -244,13 +245,16 @@ def stage_bytes(
     taken_rows: rows of an encoder that the backbone takes in, in the largest microbatch. Others: as of
                 `stateless_bytes`.
     """
-    state = stage_memory(unit, stage_layers(model, spans, {}), lambda *_: 0.0, 0, precision)
+    tied, layers = tied_at_end(model, unit, spans), stage_layers(model, spans, {})
+    if tied is not None:
+        layers = [tied.without(placed) for placed in layers]
+    state = stage_memory(unit, layers, lambda *_: 0.0, 0, precision)
     stateless = stateless_bytes(model, unit, spans, rows, in_flight, precision)
     taken = taken_bytes(model, spans, precision.compute, by_stage=True)
     taken_in = in_flight * math.ceil(sum(size * taken_rows(name) for name, size in taken.items()))
     return replace(
         stateless,
-        state_bytes=state.held_bytes,
+        state_bytes=state.held_bytes + (sum(tied.state(precision)) if tied is not None else 0),
         sharding_bytes=state.transient,
         kept_bytes=stateless.kept_bytes + taken_in,
     )
