@@ -2,10 +2,12 @@
 simulated, and then its strategy may have no Plan."""
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
-from motet.planner.candidate import DISAGGREGATED, Candidate, Pins, predict_candidate
+from motet.planner.candidate import BUBBLE_FILLING, DISAGGREGATED, Candidate, Pins, predict_candidate
 from motet.planner.strategies import STRATEGIES
-from unit.planner.jobs import job, model, scaled
+from unit.planner.jobs import job, jobs, model, scaled
 
 
 def fullness(given_job, name):
@@ -23,11 +25,22 @@ def tight(given_job, name, share):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", [DISAGGREGATED])
+@pytest.mark.parametrize("name", [DISAGGREGATED, BUBBLE_FILLING])
 @pytest.mark.parametrize("share", [0.5, 0.8])
 def test_what_is_proposed_for_little_memory_fits_and_fills_it(name, tied, share):
-    """Tied weights are on two stages."""
+    """Tied weights are on two stages; recomputed blocks that run in halves keep the inputs of both."""
     given_job = tight(job(model(tied=tied), num_nodes=1, batch_size=16), name, share)
     found = fullness(given_job, name)
     assert all(0.85 < full <= 1 for full in found)
     assert found or (name, share) == (DISAGGREGATED, 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRATEGIES)
+@given(given_job=jobs(), share=st.floats(0.3, 1))
+@settings(max_examples=10)
+def test_nothing_is_proposed_that_does_not_fit(name, given_job, share):
+    """Jobs are tight for each strategy: with a memory of their own, few would be."""
+    less = tight(given_job, name, share)
+    assume(less is not None)
+    assert max(fullness(less, name), default=0) <= 1
