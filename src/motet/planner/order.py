@@ -98,7 +98,8 @@ def with_best_order(job: Job, candidate: Candidate, given: Prediction, pins: Pin
         return candidate, given
     what = "grouping and order" if best_plan.microbatch_caps else "order"
     fact = f"By the {what} of its examples a step takes {1 - best.step_s / given.step_s:.1%} less than as they come."
-    return replace(candidate, plan=best_plan, tell=candidate.telling(fact)), best
+    bound_s = min(candidate.bound_s, best.step_s)  # Caps may leave fewer microbatches than it counts.
+    return replace(candidate, plan=best_plan, bound_s=bound_s, tell=candidate.telling(fact)), best
 
 
 def caps_for(job: Job, plan: Plan) -> dict[str, int]:

@@ -17,11 +17,11 @@ LLM = Transformer(512, 2048, 8, 2, gated=True, norm="rms", biases=(), causal=Tru
 ENCODER = Transformer(256, 1024, 4)
 
 
-def model(*, frozen=False):
-    """Two encoders; frozen: all but their projectors."""
+def model(*, frozen=False, tied=False):
+    """Two encoders; frozen: all but their projectors. tied: embedding and output layer."""
     return multimodal(
         "small",
-        language_model(LLM, 8, 4000, trainable=not frozen),
+        language_model(LLM, 8, 4000, trainable=not frozen, tied=tied),
         [
             connect(vit("image", ENCODER, 6, trainable=not frozen), 512, "linear", downsample=4),
             connect(audio_encoder("audio", ENCODER, 4, trainable=not frozen), 512, "linear", downsample=2),
@@ -61,8 +61,8 @@ def predicted(given_job, candidate, rounding=0.0):
 
 @st.composite
 def jobs(draw):
-    """One or two encoders, trained, frozen, or all frozen but for projectors; GQA, windows, and a generator or none; on
-    2 to 16 ranks, to be doubled."""
+    """One or two encoders, trained, frozen, or all frozen but for projectors; GQA, windows, tied weights, and a
+    generator or none; on 2 to 16 ranks, to be doubled."""
     trainable, window = draw(st.sampled_from(["all", "backbone", "projectors"])), draw(st.sampled_from([0, 64]))
     hidden = draw(st.sampled_from([512, 1024]))
     shape = Transformer(draw(st.sampled_from([256, 768])), 2048, 4, window=window)
@@ -75,7 +75,9 @@ def jobs(draw):
     generators = [vit("picture", shape, 3)] if draw(st.booleans()) else []
     spec = multimodal(
         "any",
-        language_model(llm, draw(st.sampled_from([4, 8])), 4000, trainable=trainable != "projectors"),
+        language_model(
+            llm, draw(st.sampled_from([4, 8])), 4000, trainable=trainable != "projectors", tied=draw(st.booleans())
+        ),
         [connect(encoder, hidden, "linear") for encoder in encoders],
         generators,
     )
@@ -91,7 +93,7 @@ def jobs(draw):
 
 
 def scaled(job, *, nodes=1, memory=1):
-    """The same job on more devices, or on devices with more memory."""
-    device = replace(job.cluster.device, memory_bytes=memory * job.cluster.device.memory_bytes)
+    """The same job on more devices, or on devices with more memory, or less."""
+    device = replace(job.cluster.device, memory_bytes=int(memory * job.cluster.device.memory_bytes))
     cluster = replace(job.cluster, device=device, num_nodes=nodes * job.cluster.num_nodes)
     return replace(job, cluster=cluster, cost=Analytic(cluster))

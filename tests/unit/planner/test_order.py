@@ -7,6 +7,8 @@ import pytest
 
 from motet.assign.groups import groups_under
 from motet.core.errors import UserError
+from motet.core.sampler import Sampler
+from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
 from motet.core.workload import total_lengths
 from motet.planner.bubble_filling.propose import propose_bubble_filling
 from motet.planner.candidate import Candidate, Pins, RuledOut, predict_candidate
@@ -61,6 +63,19 @@ def test_uneven_lengths_gain():
         given = predict_candidate(given_job, candidate)
         found, prediction = with_best_order(given_job, candidate, given, Pins())
         assert found.plan.order == "both" and prediction.step_s < 0.95 * given.step_s
+
+
+def test_the_bound_holds_where_caps_leave_fewer_microbatches():
+    items = {"image": {"length": {"value": 600}, "length_per_token": 4}}
+    task = {"name": "all", "text": {"median": 300, "spread": 0.8, "max": 4000}, "items": items}
+    shape, llm = Transformer(256, 2048, 4), Transformer(512, 2048, 8, causal=True)
+    spec = multimodal("small", language_model(llm, 4, 4000), [connect(vit("image", shape, 3), 512, "linear")])
+    workload = Sampler.model_validate({"task": [task]}).workload(num_examples=64)
+    given_job = replace(job(spec, memory_mbytes=400, num_nodes=1, batch_size=24), workload=workload)
+    given_job = replace(given_job, cluster=replace(given_job.cluster, ranks_per_node=2))
+    candidate = leader(given_job, propose_chain, schedule="zb_v", microbatch_size=2)
+    found, prediction = with_best_order(given_job, candidate, predict_candidate(given_job, candidate), Pins())
+    assert found.plan.microbatch_caps and candidate.bound_s > prediction.step_s >= found.bound_s
 
 
 def test_what_is_even_or_pinned_or_no_pipeline_stays_as_it_is():

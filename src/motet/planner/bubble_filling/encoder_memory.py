@@ -10,15 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, inf
+from typing import NamedTuple
 
 import numpy as np
 
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Unit
-from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
-from motet.cost.memory import Spans, taken_bytes, unit_spans
-from motet.planner.bubble_filling.backbone_shapes import EncoderDegrees
+from motet.cost.memory import Spans, kept_bytes, stage_layers, taken_bytes, unit_spans
 from motet.planner.bubble_filling.encoder_plans import EncoderPlan, EncoderPlans
 from motet.planner.candidate import BUBBLE_FILLING, RuledOut, size_words
 from motet.planner.stages.recompute import Fit, StageBytes, fit_rank, stage_bytes
@@ -33,11 +32,13 @@ _FILLING_MICROBATCHES = 4
 @dataclass(frozen=True, eq=False)
 class FittedPlan:
     """An encoder plan that fits. units: the backbone's, then the encoders', with what is recomputed.
-    max_microbatches: how many an encoder pipeline may take."""
+    max_microbatches: how many an encoder pipeline may take. has_halves: whether its blocks may run in halves, of
+    which recomputed ones keep more."""
 
     plan: EncoderPlan
     units: tuple[Unit, ...]
     max_microbatches: int
+    has_halves: bool
 
 
 class EncoderMemory:
@@ -47,6 +48,7 @@ class EncoderMemory:
         self._plans, self._job, self._shape = plans, plans.job, plans.shape
         self._bytes: dict[object, StageBytes] = {}
         self._known_spans: dict[object, list[Spans]] = {}
+        self._halved: dict[object, Float64Array] = {}
 
     def fit(self, plan: EncoderPlan, nearest_bytes: float = inf) -> FittedPlan | RuledOut | None:
         """The least recomputation with which the plan fits, and how many microbatches an encoder pipeline may take.
@@ -56,24 +58,26 @@ class EncoderMemory:
         units, shape = self._plans.units(plan), self._shape
         num_pipelines = shape.pp // plan.pp
         num_microbatches = ceil(shape.num_microbatches / num_pipelines)
-        by_rank: dict[int, tuple[Fit, int]] = {}
+        by_rank: dict[int, _RankFit] = {}
         for rank in (shape.pp - 1, *range(shape.pp - 1)):  # The last rank, with the output layer, often lacks most.
             by_rank[rank] = self._fit_rank(units, rank, rank // num_pipelines, num_microbatches)
-            if by_rank[rank][0].shortfall_bytes >= nearest_bytes:
+            if by_rank[rank].fit.shortfall_bytes >= nearest_bytes:
                 return None
-        fits, num_spare = zip(*(by_rank[rank] for rank in range(shape.pp)))
+        fits, spare_whole, spare_halved = zip(*(by_rank[rank] for rank in range(shape.pp)))
         worst = max(range(shape.pp), key=lambda rank: fits[rank].shortfall_bytes)
         if fits[worst].shortfall_bytes:
             return self._ruled_out(plan, worst, fits[worst].shortfall_bytes)
-        max_microbatches = min(num_microbatches + min(num_spare), shape.num_microbatches)
-        return FittedPlan(plan, self._recomputed(units, fits), max_microbatches)
+        has_halves = min(spare_halved) >= 0
+        max_microbatches = num_microbatches + min(spare_halved if has_halves else spare_whole)
+        max_microbatches = min(max_microbatches, shape.num_microbatches)
+        return FittedPlan(plan, self._recomputed(units, fits), max_microbatches, has_halves)
 
     def backbone_alone(self) -> Unit | None:
         """The backbone with the least recomputation that it needs without encoders; None if it lacks memory.
 
         Beside encoders it recomputes no less: recomputing an encoder saves no more than the encoder holds.
         """
-        fits = tuple(self._fit_rank((self._plans.backbone,), rank, 0, 0)[0] for rank in range(self._shape.pp))
+        fits = tuple(self._fit_rank((self._plans.backbone,), rank, 0, 0).fit for rank in range(self._shape.pp))
         lacks = any(fit.shortfall_bytes for fit in fits)
         return None if lacks else self._recomputed((self._plans.backbone,), fits)[0]
 
@@ -95,7 +99,7 @@ class EncoderMemory:
             recomputed.append(replace(unit, recompute=_or_none([{unit.name: count} for count in by_pp_rank])))
         return tuple(recomputed)
 
-    def _fit_rank(self, units: tuple[Unit, ...], rank: int, pp_rank: int, num_microbatches: int) -> tuple[Fit, int]:
+    def _fit_rank(self, units: tuple[Unit, ...], rank: int, pp_rank: int, num_microbatches: int) -> _RankFit:
         """Recomputation on one rank, and how many more of the encoders' microbatches could then be held.
 
         pp_rank: of the encoders. num_microbatches: of an encoder pipeline. The rank is fitted at the moment at which it
@@ -122,8 +126,12 @@ class EncoderMemory:
             worst = moments[np.argmax(moments @ chunk_bytes)]
             spare_bytes = self._job.capacity_bytes - fit.peak_bytes - float((worst - held) @ chunk_bytes)
             if fit.shortfall_bytes or spare_bytes >= 0:
-                num_spare = max(spare_bytes, 0.0) // max(encoder_bytes, 1.0)
-                return fit, int(min(num_spare, shape.num_microbatches))
+                spare_bytes = max(spare_bytes, 0.0)
+                encoders = zip(stages[shape.num_chunks :], fit.recompute[shape.num_chunks :])
+                halved_bytes = sum(self._halved_bytes(*stage, chosen) for stage, chosen in encoders)
+                whole = spare_bytes // max(encoder_bytes, 1.0)
+                halved = (spare_bytes - num_microbatches * halved_bytes) // max(encoder_bytes + halved_bytes, 1.0)
+                return _RankFit(fit, *(int(min(num, shape.num_microbatches)) for num in (whole, halved)))
             held = np.maximum(held, worst)
 
     def _stage_bytes(self, unit: Unit, stage: int) -> StageBytes:
@@ -150,29 +158,36 @@ class EncoderMemory:
             self._known_spans[key] = [unit_spans(self._job.model, unit, stage) for stage in range(len(unit.stages))]
         return self._known_spans[key]
 
-    def _counted_bytes(self, unit: Unit, spans: Spans) -> StageBytes:
-        plans = self._plans
+    def _halved_bytes(self, unit: Unit, stage: int, recompute: Mapping[str, int]) -> float:
+        """What the recomputed blocks of an encoder's stage keep of a microbatch beside their inputs, if passes are in
+        halves: the inputs of the second ones."""
+        ((name, (first, stop)),) = self._spans(unit)[stage].items()
+        key = unit.name, unit.tp, unit.cp, first, stop
+        if recompute.get(name) and key not in self._halved:
+            self._halved[key] = np.array([self._half_input(unit, name, block) for block in range(first, stop)])
+        return float(self._halved[key][: recompute[name]].sum()) if recompute.get(name) else 0.0
 
-        def rows(name: str, layer: Layer) -> float:
-            share = 1.0 if name == BACKBONE else plans.busiest_share(name, EncoderDegrees(unit.tp, unit.cp))
-            # Of all ranks that share a replica's items, if each had as many as the fullest.
-            return share * unit.cp * plans.unscheduled_pricing.layer_pricing.largest_of_replica(name, layer)
+    def _half_input(self, unit: Unit, name: str, block: int) -> int:
+        module = self._job.model.module(name)
+        if (index := module.halved_layer(block)) < 0:
+            return 0
+        placed = stage_layers(self._job.model, {name: (block, block + 1)}, {name: 1})[
+            index - module.blocks[block].start
+        ]
+        rows = self._plans.layer_pricing(unit).largest_rows(name, placed.layer) / unit.cp
+        compute = self._job.mixed_precision(pipeline=True).compute
+        return kept_bytes(placed, rows, unit.tp, compute)[1] if placed.has_backward else 0
+
+    def _counted_bytes(self, unit: Unit, spans: Spans) -> StageBytes:
+        pricing = self._plans.layer_pricing(unit)
 
         def taken_rows(name: str) -> float:
-            return float(plans.unscheduled_pricing.layer_pricing.work.taken_in(name).max())
+            return float(self._plans.unscheduled_pricing.layer_pricing.work.taken_in(name).max())
 
-        precision = self._job.mixed_precision(pipeline=True)
-        found = stage_bytes(self._job.model, unit, spans, rows, taken_rows, 1, precision)
-        return self._with_copies(found, unit, spans)
-
-    def _with_copies(self, found: StageBytes, unit: Unit, spans: Spans) -> StageBytes:
-        """With what ranks keep of items that they share: keys and values of each other's rows."""
-        if unit.cp == 1:
-            return found
-        ((name, span),) = spans.items()
-        copies = self._plans.copied_bytes(unit)[slice(*span)] * (found.saved_bytes[name] > 0)
-        saved = {name: found.saved_bytes[name] + copies}
-        return replace(found, kept_bytes=found.kept_bytes + ceil(copies.sum()), saved_bytes=saved)
+        model, precision = self._job.model, self._job.mixed_precision(pipeline=True)
+        return stage_bytes(
+            model, unit, spans, pricing.largest_rows, taken_rows, 1, precision, copies=pricing.largest_copies
+        )
 
     def _layers(self, name: str, first: int, stop: int) -> tuple[object, ...]:
         """What tells apart the layers of some blocks of a module; layers that are one object are the same."""
@@ -201,6 +216,15 @@ class EncoderMemory:
             return [in_flight_under_1f1b(shape.pp - rank, num, has_backward[rank]) for rank in range(shape.pp)]
         program = fillable(replace(plan, batch_size=shape.dp * shape.microbatch_size * num))[0].program
         return [in_flight(program, rank) for rank in range(shape.pp)]
+
+
+class _RankFit(NamedTuple):
+    """What a rank recomputes, and how many more of the encoders' microbatches it could then hold: if their passes are
+    of whole blocks, and in halves; below 0 if it cannot hold those that there are."""
+
+    fit: Fit
+    spare_whole: int
+    spare_halved: int
 
 
 def in_flight_under_1f1b(num_behind: int, num_microbatches: int, has_backward: bool) -> Int64Array:

@@ -38,6 +38,7 @@ from motet.planner.stages.partition import partition
 from motet.schedule import fillable
 from motet.schedule.from_plan import unscheduled
 from motet.schedule.layout import Layout
+from motet.simulate.predict.layer_pricing import LayerPricing
 from motet.simulate.predict.predict import assign_batch
 from motet.simulate.predict.stage_pricing import Pricing
 
@@ -79,6 +80,7 @@ class EncoderPlans:
         self._has_backward: dict[int, Mapping[str, tuple[bool, ...]]] = {}
         self._shares: dict[tuple[str, EncoderDegrees], float] = {}
         self._costs: dict[tuple[str, EncoderDegrees], BlockCosts] = {}
+        self._layer_pricings: dict[tuple[str, EncoderDegrees], LayerPricing] = {}
         self._known_dealt: dict[str, _Dealt] = {}
         # Most blocks have equal layers, and plans the same degrees.
         self._got, self._got_in_blocks = cache(self._got_rows), cache(self._got_bytes)
@@ -149,28 +151,34 @@ class EncoderPlans:
 
     def _exchange_s(self, name: str, degrees: EncoderDegrees) -> Float64Array:
         """Seconds in which ranks get keys and values of items that they share, of each block, [num_blocks]."""
-        (tp, cp), (mean_bytes, _) = degrees, self._got_in_blocks(name, degrees)
+        (tp, cp), mean_bytes = degrees, self._got_in_blocks(name, degrees)
         sizes = mean_bytes * cp / (cp - 1)  # As of an all-gather in which each rank gets as much.
         return np.array([self.job.cost.gather_seconds(size, range(0, cp * tp, tp)) for size in sizes.tolist()])
 
-    def copied_bytes(self, unit: Unit) -> Float64Array:
-        """Bytes of keys and values that backward finds, of items that ranks of a unit share, [num_blocks]: of the
-        microbatch with the most.
-        """
+    def layer_pricing(self, unit: Unit) -> LayerPricing:
+        """Prices of the layers of a unit, as of a Plan that has it; they do not depend on its stages."""
         (name,) = unit.modules
-        return self._got_in_blocks(name, EncoderDegrees(unit.tp, unit.cp))[1]
+        if name == BACKBONE:
+            return self.unscheduled_pricing.layer_pricing
+        key = name, EncoderDegrees(unit.tp, unit.cp)
+        if key not in self._layer_pricings:
+            others = [other for other in self.example.units if other.name != name]
+            self._layer_pricings[key] = LayerPricing(
+                self.plan((*others, unit)), self._assignment, self.job.cost, self.job.exchange
+            )
+        return self._layer_pricings[key]
 
-    def _got_bytes(self, name: str, degrees: EncoderDegrees) -> tuple[Float64Array, Float64Array]:
-        """Bytes of keys and values that a rank gets in each block: mean, and most of a microbatch; [num_blocks]."""
+    def _got_bytes(self, name: str, degrees: EncoderDegrees) -> Float64Array:
+        """Bytes of keys and values that a rank gets in each block, mean of all microbatches, [num_blocks]."""
         module, (tp, cp) = self.job.model.module(name), degrees
-        found = np.zeros((2, len(module.blocks)))
+        found = np.zeros(len(module.blocks))
         for block, layers in enumerate(() if module.tile_rows else module.blocks):
             for layer in (module.layers[index] for index in layers):
                 if (attention := layer.attention) is not None:
                     reach = 2 * attention.window or math.inf
                     row_bytes = 2 * attention.kv_width / tp * self.job.mixed_precision(pipeline=True).compute
-                    found[:, block] += row_bytes * np.minimum(self._got(name, layer, cp), reach)
-        return found[0], found[1]
+                    found[block] += row_bytes * min(self._got(name, layer, cp), reach)
+        return found
 
     def _dealt(self, name: str) -> _Dealt:
         """Lengths of an encoder's items in some microbatches that have any."""
@@ -184,16 +192,16 @@ class EncoderPlans:
             self._known_dealt[name] = _Dealt(lengths, len(first) / math.ceil(batch.num_examples / size))
         return self._known_dealt[name]
 
-    def _got_rows(self, name: str, layer: Layer, cp: int) -> tuple[float, float]:
-        """Rows that a rank gets in a layer of an item that it shares, mean of all microbatches and most: each such item
-        is cut over as many ranks as bring it under a rank's share.
+    def _got_rows(self, name: str, layer: Layer, cp: int) -> float:
+        """Rows that a rank gets in a layer of an item that it shares, mean of all microbatches: each such item is cut
+        over as many ranks as bring it under a rank's share.
         """
         got, dealt = [], self._dealt(name)
         for lengths in dealt.lengths:
             over = lengths[lengths * cp > FULLEST * lengths.sum()]
             num_ranks = np.ceil(over * cp / lengths.sum())
             got.append(float((layer.rows(over) * (1 - 1 / num_ranks)).max(initial=0.0)))
-        return (float(np.mean(got)) * dealt.share, max(got)) if got else (0.0, 0.0)
+        return float(np.mean(got)) * dealt.share if got else 0.0
 
     def busiest_share(self, name: str, degrees: EncoderDegrees) -> float:
         """What the busiest group of ranks has of an encoder's items of a microbatch, mean of some microbatches.

@@ -19,11 +19,12 @@ _MAX_FILLS = 60_000
 def encoders_beside(plans: EncoderPlans, fitted: FittedPlan, num_slices: int) -> Encoders:
     """The encoders of a plan as they are placed.
 
-    num_slices: slices of a layer's pass; 0: all passes stay whole.
+    num_slices: slices of a layer's pass, one where memory lacks for halves; 0: all passes stay whole.
     """
     units = fitted.units[1:]
     costs = [plans.costs(unit) for unit in units]
-    num_slices = min(num_slices, _max_slices(plans, sum(one.num_blocks for one in costs)))
+    most = _max_slices(plans, sum(one.num_blocks for one in costs)) if fitted.has_halves else 1
+    num_slices = min(num_slices, most)
     has_backward = plans.has_backward(fitted.plan.pp)
     forward, backward = [], []
     for pp_rank in range(fitted.plan.pp):

@@ -22,6 +22,7 @@ from motet.core.errors import ArgumentError
 from motet.core.plan import Unit
 from motet.core.spec import ModelSpec
 from motet.cost.memory import (
+    CopiesOfLayer,
     LayerBytes,
     MixedPrecision,
     RowsOfLayer,
@@ -32,6 +33,7 @@ from motet.cost.memory import (
     taken_bytes,
 )
 from motet.simulate.predict.memory import MAX_LOGITS
+from motet.simulate.predict.tied import tied_at_end
 
 Key = TypeVar("Key", bound=Hashable)
 RecomputeMode = Literal["none", "least", "full"]
@@ -238,54 +240,74 @@ def stage_bytes(
     taken_rows: Callable[[str], float],
     in_flight: int,
     precision: MixedPrecision,
+    *,
+    copies: CopiesOfLayer = lambda *_: 0.0,
 ) -> StageBytes:
     """The bytes of a stage of a pipeline's `unit` that holds the blocks `spans`. O(layers).
 
     taken_rows: rows of an encoder that the backbone takes in, in the largest microbatch. Others: as of
                 `stateless_bytes`.
     """
-    state = stage_memory(unit, stage_layers(model, spans, {}), lambda *_: 0.0, 0, precision)
-    stateless = stateless_bytes(model, unit, spans, rows, in_flight, precision)
+    tied, layers = tied_at_end(model, unit, spans), stage_layers(model, spans, {})
+    if tied is not None:
+        layers = [tied.without(placed) for placed in layers]
+    state = stage_memory(unit, layers, lambda *_: 0.0, 0, precision)
+    stateless = stateless_bytes(model, unit, spans, rows, in_flight, precision, copies=copies)
     taken = taken_bytes(model, spans, precision.compute, by_stage=True)
     taken_in = in_flight * math.ceil(sum(size * taken_rows(name) for name, size in taken.items()))
     return replace(
         stateless,
-        state_bytes=state.held_bytes,
+        state_bytes=state.held_bytes + (sum(tied.state(precision)) if tied is not None else 0),
         sharding_bytes=state.transient,
         kept_bytes=stateless.kept_bytes + taken_in,
     )
 
 
 def stateless_bytes(
-    model: ModelSpec, unit: Unit, spans: Spans, rows: RowsOfLayer, in_flight: int, precision: MixedPrecision
+    model: ModelSpec,
+    unit: Unit,
+    spans: Spans,
+    rows: RowsOfLayer,
+    in_flight: int,
+    precision: MixedPrecision,
+    *,
+    copies: CopiesOfLayer = lambda *_: 0.0,
 ) -> StageBytes:
     """The bytes of a stage without its state, and without what sharding that takes for a while. O(layers).
 
     rows:      rows of the largest microbatch in each layer. For layers that see targets only, all of them: this
                function knows how many logits exist at once.
     in_flight: the most microbatches whose activations are kept at once.
+    copies:    as of `cost.memory.stage_memory`.
     """
     block = {name: _block_of_layer(model, name, span) for name, span in spans.items()}
     num_seen = dict.fromkeys(spans, 0)
     saved = {name: np.zeros(stop - first) for name, (first, stop) in spans.items()}
     working = {name: np.zeros(stop - first) for name, (first, stop) in spans.items()}
     kept, largest = 0, 0
-    size_of = cache(lambda placed: _layer_bytes(placed, rows(*placed[:2]) / unit.cp, unit.tp, precision))
+    size_of = cache(
+        lambda placed: (
+            _layer_bytes(placed, rows(*placed[:2]) / unit.cp, unit.tp, precision),
+            math.ceil(copies(*placed[:2])),
+        )
+    )
     everything = {name: stop - first for name, (first, stop) in spans.items()}
     for placed in stage_layers(model, spans, everything):
         name, layer, needs_input, recomputed = placed[:4]
         index = block[name][num_seen[name]]
         num_seen[name] += 1
-        size: LayerBytes = size_of(placed)
+        size, copied = size_of(placed)
+        of_forward, in_buffers = size.saved + copied, 2 * copied
         if not needs_input and not layer.trainable:
             # There is no backward: activations live while the layer runs.
-            largest = max(largest, size.saved)
+            largest = max(largest, of_forward + in_buffers)
             continue
-        kept += size.saved
-        largest = max(largest, size.gradients)
+        kept += of_forward
+        largest = max(largest, size.gradients + in_buffers)
         if recomputed:
-            saved[name][index] += in_flight * (size.saved - size.input)
-            working[name][index] = max(working[name][index], size.saved - size.input + size.gradients)
+            again = of_forward - size.input
+            saved[name][index] += in_flight * again
+            working[name][index] = max(working[name][index], again + size.gradients + in_buffers)
     return StageBytes(0, 0, kept * in_flight, largest, saved, working)
 
 

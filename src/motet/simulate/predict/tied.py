@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from motet.core.plan import Plan
+from motet.core.plan import Plan, Unit
+from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
-from motet.cost.memory import MixedPrecision, StageLayer, StateBytes, state_bytes
+from motet.cost.memory import MixedPrecision, Spans, StageLayer, StateBytes, state_bytes
 from motet.schedule import PlannedProgram, PlannedStage
 
 
@@ -72,9 +73,22 @@ def tied_apart(plan: Plan) -> TiedApart | None:
         >>> tied_apart(Plan(model, cluster("h100"), (unit,), batch_size=8)).number
         32000
     """
-    backbone, unit = plan.model.module(BACKBONE), plan.unit_of(BACKBONE)
+    unit = plan.unit_of(BACKBONE)
     held = [index for index, layers in enumerate(unit.stages) if layers.get(BACKBONE)]
+    return None if held[0] == held[-1] else _tied(plan.model, unit, (held[0], held[-1]))
+
+
+def tied_at_end(model: ModelSpec, unit: Unit, spans: Spans) -> TiedApart | None:
+    """The tied weights of a stage of `unit` with these blocks, if it has one end of the backbone and not the other."""
+    first, stop = spans.get(BACKBONE, (0, 0))
+    has_first, has_last = first == 0 < stop, stop == model.num_blocks[BACKBONE]
+    return _tied(model, unit, (0, len(unit.stages) - 1)) if has_first != has_last else None
+
+
+def _tied(model: ModelSpec, unit: Unit, stages: tuple[int, int]) -> TiedApart | None:
+    """stages: of `unit`, with the two ends of the backbone."""
+    backbone = model.module(BACKBONE)
     weights = backbone.tied_weights
-    if not weights or held[0] == held[-1]:
+    if not weights:
         return None
-    return TiedApart(weights, -(-weights // unit.tp), backbone.layers[0].trainable, unit.name, (held[0], held[-1]))
+    return TiedApart(weights, -(-weights // unit.tp), backbone.layers[0].trainable, unit.name, stages)

@@ -92,19 +92,24 @@ def rows(module, layer):
 @pytest.mark.parametrize("trainable", [True, False])
 @pytest.mark.parametrize("kind", UNITS)
 @pytest.mark.parametrize("mode", ["none", "least", "full"])
-@given(share=st.floats(0.3, 1.1), in_flight=st.integers(1, 4))
+@given(share=st.floats(0.3, 1.1), in_flight=st.integers(1, 4), copied=st.sampled_from([0.0, 70_000.5]))
 @settings(max_examples=15)
 def test_a_stage_is_as_full_as_the_memory_model_says_and_never_fuller_than_there_is(
-    trainable, kind, mode, share, in_flight
+    trainable, kind, mode, share, in_flight, copied
 ):
     model, (unit, precision) = MODELS[trainable], UNITS[kind]
     spans = unit_spans(model, unit, 0)
     recompute_s = {name: np.full(stop - first, 1.0 + len(name)) for name, (first, stop) in spans.items()}
-    stage = stage_bytes(model, unit, spans, rows, lambda _: 0.0, in_flight, precision)
+
+    def copies(module, layer):
+        return copied if layer.attention else 0.0
+
+    stage = stage_bytes(model, unit, spans, rows, lambda _: 0.0, in_flight, precision, copies=copies)
     capacity = share * fit_rank([stage], [recompute_s], 1e18).peak_bytes
 
     def peak(recompute):
-        return stage_memory(unit, stage_layers(model, spans, recompute), rows, in_flight, precision).peak_bytes
+        layers = stage_layers(model, spans, recompute)
+        return stage_memory(unit, layers, rows, in_flight, precision, copies=copies).peak_bytes
 
     fit = fit_rank([stage], [recompute_s], capacity, mode)
     (recompute,) = fit.recompute
