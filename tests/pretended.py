@@ -117,7 +117,7 @@ def pretend() -> torch.device:
     _kept.extend((library, ranges))
     torch.Tensor.pin_memory, torch.Tensor.tolist = _pinned, _listed
     torch.UntypedStorage.resize_ = _not_resized
-    torch.__future__.set_swap_module_params_on_conversion(True)  # Else tied parameters come apart, as on no GPU.
+    torch.nn.Module._apply = _swapped
     if (group := dist.group.WORLD) is not None:
         group._register_backend(torch.device(NAME), group.BackendType.GLOO, group._get_backend(torch.device("cpu")))
     return torch.device(NAME, 0)
@@ -131,6 +131,19 @@ def _pinned(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
     copy = tensor.clone()
     copy.is_marked = True
     return copy
+
+
+_APPLY = torch.nn.Module._apply
+
+
+def _swapped(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    """Move a module's parameters. They stay the same objects, else tied ones come apart, as on no GPU."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return _APPLY(module, *args, **kwargs)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def _run_new(operation: Any, *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +220,7 @@ def _count(name: str, args: tuple, kwargs: dict, stays: bool) -> None:
     if name == "aten::copy_":
         target, source, *rest = args
         is_free = bool(rest and rest[0]) or kwargs.get("non_blocking", False)
-        if isinstance(target, Pretended) == isinstance(source, Pretended) or not source.dim():
+        if isinstance(target, Pretended) == isinstance(source, Pretended):
             return
         is_free &= getattr(source, "is_marked", False)
     elif name == "aten::_to_copy":
