@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
@@ -25,7 +29,10 @@ NAME = "pretended"
 INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 """CUDA takes indices from the host."""
 COPYING = {"aten::copy_", "aten::_to_copy"}
-READING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::bincount"}
+READING = {
+    *("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::bincount"),
+    *("aten::_unique2", "aten::unique_consecutive", "aten::unique_dim"),
+}
 """Of tensors on the device: the result has a size or a value that the host needs."""
 
 RESIZING = (torch.ops.aten.arange.default, torch.ops.aten.arange.start, torch.ops.aten.arange.start_step)
@@ -35,6 +42,22 @@ ELSEWHERE = "a line outside of Motet"
 
 waits: Counter[tuple[str, str]] = Counter()
 """How often the host would wait for the device, by file and line, and operation."""
+
+
+@contextmanager
+def waits_of(step: type) -> Iterator[Counter[tuple[str, str]]]:
+    """In the block, `waits` of `step.run` alone, of all steps together."""
+    found: Counter[tuple[str, str]] = Counter()
+    run = step.run
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        before = waits.copy()
+        result = run(*args, **kwargs)
+        found.update(waits - before)
+        return result
+
+    with mock.patch.object(step, "run", counted):
+        yield found
 
 
 class Pretended(torch.Tensor):
@@ -61,10 +84,20 @@ class Pretended(torch.Tensor):
         return _run(func, args, kwargs or {})
 
 
+class Stream(torch.cpu.Stream):
+    """All is done at once. FSDP2 wants the event that other devices than the CPU give."""
+
+    def record_event(self) -> torch.cpu.Event:
+        return torch.cpu.Event()
+
+
 def pretend() -> torch.device:
     """Make the device known to this process, once, before its first backward pass, and return it."""
 
     class Module(backend_registration._DummyBackendModule):
+        Stream, Event = Stream, torch.cpu.Event
+        stream, current_stream = staticmethod(torch.cpu.stream), staticmethod(torch.cpu.current_stream)
+
         def get_amp_supported_dtype(self):
             return [torch.bfloat16]
 
@@ -84,7 +117,9 @@ def pretend() -> torch.device:
     _kept.extend((library, ranges))
     torch.Tensor.pin_memory, torch.Tensor.tolist = _pinned, _listed
     torch.UntypedStorage.resize_ = _not_resized
-    torch.__future__.set_swap_module_params_on_conversion(True)  # Else tied parameters come apart, as on no GPU.
+    torch.nn.Module._apply = _swapped
+    if (group := dist.group.WORLD) is not None:
+        group._register_backend(torch.device(NAME), group.BackendType.GLOO, group._get_backend(torch.device("cpu")))
     return torch.device(NAME, 0)
 
 
@@ -96,6 +131,19 @@ def _pinned(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
     copy = tensor.clone()
     copy.is_marked = True
     return copy
+
+
+_APPLY = torch.nn.Module._apply
+
+
+def _swapped(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    """Move a module's parameters. They stay the same objects, else tied ones come apart, as on no GPU."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return _APPLY(module, *args, **kwargs)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def _run_new(operation: Any, *args: Any, **kwargs: Any) -> Any:
@@ -172,11 +220,17 @@ def _count(name: str, args: tuple, kwargs: dict, stays: bool) -> None:
     if name == "aten::copy_":
         target, source, *rest = args
         is_free = bool(rest and rest[0]) or kwargs.get("non_blocking", False)
-        if isinstance(target, Pretended) == isinstance(source, Pretended) or not source.dim():
+        if isinstance(target, Pretended) == isinstance(source, Pretended):
             return
         is_free &= getattr(source, "is_marked", False)
     elif name == "aten::_to_copy":
         is_free = isinstance(args[0], Pretended) == stays
+    elif name in INDEXING:
+        # Indices of the host are copied, and of a mask the device says how many are in it.
+        indices = [each for each in args[1] if each is not None and each.dim()] if stays else []
+        is_free = all(isinstance(each, Pretended) and each.dtype not in (torch.bool, torch.uint8) for each in indices)
+    elif name == "aten::repeat_interleave":
+        is_free = not isinstance(args[0], Pretended) or kwargs.get("output_size") is not None
     else:
         is_free = not (name in READING and isinstance(args[0], Pretended))
     if not is_free:

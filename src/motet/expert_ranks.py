@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from motet.core.arrays import Int64Array
+
 Experts = Callable[[Tensor, Sequence[int]], Tensor]
 """(rows in the order of their experts, rows of each expert of this rank) -> what these make of them, as many rows."""
 
@@ -29,8 +31,9 @@ class ExpertRanks:
     Example: alone, rows go nowhere.
         >>> import torch.distributed as dist
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> counts, doubled = torch.tensor([1, 2]), lambda rows, counts: 2 * rows
-        >>> ExpertRanks(None, 0, 1).through(torch.ones(3, 1), counts, doubled).tolist()
+        >>> ranks, counts = ExpertRanks(None, 0, 1), torch.tensor([[1, 2]])
+        >>> arriving, doubled = ranks.arriving(counts), lambda rows, counts: 2 * rows
+        >>> ranks.through(torch.ones(3, 1), [3], arriving, arriving.numpy(), doubled).tolist()
         [[2.0], [2.0], [2.0]]
         >>> dist.destroy_process_group()
     """
@@ -44,21 +47,29 @@ class ExpertRanks:
         """Itself: a copy of a model has the same ranks."""
         return self
 
-    def through(self, rows: Tensor, counts: Tensor, experts: Experts) -> Tensor:
+    def arriving(self, counts: Tensor) -> Tensor:
+        """Rows of each rank for each expert of this one, int64 [size, experts of a rank]. A collective.
+
+        counts: the same of this rank for each expert, int64 [size, experts of a rank].
+        """
+        arriving = torch.empty_like(counts, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(arriving, counts.contiguous(), group=self.group)
+        return arriving
+
+    def through(
+        self, rows: Tensor, sent: Sequence[int], arriving: Tensor, arrived: Int64Array, experts: Experts
+    ) -> Tensor:
         """Rows [n, width] through their experts, on whichever ranks these are; the same shape. A collective.
 
-        rows: in the order of their experts. counts: of rows by expert, int64 [num_experts].
-        experts: those of this rank.
+        rows: in the order of their experts. sent: rows for each rank. arriving: what `arriving` gave.
+        arrived: the same on the host, which knows it here without a wait. experts: those of this rank.
         """
-        to_experts = counts.view(self.size, -1)
-        of_ranks = torch.empty_like(to_experts)
-        dist.all_to_all_single(of_ranks, to_experts, group=self.group)
-        sent, received = to_experts.sum(1).tolist(), of_ranks.sum(1).tolist()
-        arrived = _Exchanged.apply(rows, self, sent, received)
+        received = arrived.sum(1).tolist()
+        at_experts = _Exchanged.apply(rows, self, sent, received)
         # What arrives is in the order of ranks, and of each rank in the order of experts.
-        of_row = torch.arange(of_ranks.shape[1], device=rows.device).repeat(self.size)
-        order = of_row.repeat_interleave(of_ranks.view(-1)).argsort(stable=True)
-        made = experts(arrived[order], of_ranks.sum(0).tolist())
+        of_row = torch.arange(arriving.shape[1], device=rows.device).repeat(self.size)
+        order = of_row.repeat_interleave(arriving.view(-1), output_size=len(at_experts)).argsort(stable=True)
+        made = experts(at_experts[order], arrived.sum(0).tolist())
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         return _Exchanged.apply(made[back], self, received, sent)

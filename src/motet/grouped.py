@@ -73,7 +73,8 @@ def add_weight_gradients(to: Tensor, rows: Tensor, gradient: Tensor, counts: Seq
     """Add the gradient of the weights to `to` [num_matrices, out, in], in place. gradient: of the products [n, out]."""
     if is_one_kernel(rows, to) and is_one_kernel(gradient, to):
         made = grouped_mm(gradient.contiguous().t(), rows.contiguous(), offs=_ends(counts, rows.device))
-        made[[number for number, count in enumerate(counts) if not count]] = 0  # No sum of no rows is written.
+        if empty := [number for number, count in enumerate(counts) if not count]:
+            made.index_fill_(0, on_device(torch.tensor(empty), made.device), 0)  # No sum of no rows is written.
         to.add_(made)
         return
     for of_matrix, own, of_own in zip(to, rows.split(list(counts)), gradient.split(list(counts)), strict=True):

@@ -46,6 +46,7 @@ from ranks import run_ranks
 from tiers import in_tiers
 
 TOLERANCE = 1e-10
+CPU = torch.device("cpu")
 EXCHANGE = sys.modules[exchange_rows.__module__]
 RANKS_PER_NODE = 2
 NEAR = SpeedConfig(link_gbytes_per_s=1e9, link_latency_us=0.0, inter_node_gbytes_per_s=1e9, inter_node_latency_us=0.0)
@@ -181,8 +182,8 @@ def assembled(examples: list[LoadedExample], lengths: BatchLengths, decision: De
 
 
 @cache
-def mesh_of(shard_size: int | None) -> Mesh:
-    return build_mesh(torch.device("cpu"), shard_size=shard_size)
+def mesh_of(shard_size: int | None, device: torch.device = CPU) -> Mesh:
+    return build_mesh(device, shard_size=shard_size)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -233,10 +234,12 @@ def counted_exchanges() -> Iterator[list[tuple[str, int]]]:
         yield sent_bytes
 
 
-def run_case(case: Case, dtype: torch.dtype = torch.float64) -> tuple[StepResult, dict[str, torch.Tensor | None]]:
+def run_case(
+    case: Case, dtype: torch.dtype = torch.float64, device: torch.device = CPU
+) -> tuple[StepResult, dict[str, torch.Tensor | None]]:
     """The step as a user runs it; whole gradients on rank 0."""
-    mesh = mesh_of(case.fsdp.shard_size)
-    model = build_model(dtype, case.frozen, case.readers, case.family)
+    mesh = mesh_of(case.fsdp.shard_size, device)
+    model = build_model(dtype, case.frozen, case.readers, case.family).to(device)
     shard(model, mesh, case.fsdp)
     examples = draw_examples(case.num_examples, case.seed, case.contents, case.readers)
     parts = [[examples[i] for i in part] for part in np.array_split(np.arange(len(examples)), case.num_microbatches)]
@@ -247,7 +250,7 @@ def run_case(case: Case, dtype: torch.dtype = torch.float64) -> tuple[StepResult
     else:
         orchestrator = orchestrator_of(model, mesh.num_ranks, case)
         batches = [rank_batch(model, part, mesh, case, orchestrator) for part in parts]
-    batches = [batch.to("cpu", dtype=dtype) for batch in batches]
+    batches = [batch.to(device, dtype=dtype) for batch in batches]
     if case.recomputes:
         rng = np.random.default_rng((case.seed, mesh.rank))
         batches = [replace(batch, recompute=recomputed_at_random(rng)) for batch in batches]
@@ -257,7 +260,7 @@ def run_case(case: Case, dtype: torch.dtype = torch.float64) -> tuple[StepResult
     expected = {**on_all_ranks(collectives), "exchange": result.moved_bytes}
     if case.communicator != "all_gather":  # Those of features would be counted as parameters.
         assert result.sent_bytes == pytest.approx(expected, abs=0.5), case
-    shards = {name: None if p.grad is None else local(p.grad) for name, p in model.named_parameters()}
+    shards = {name: None if p.grad is None else local(p.grad).cpu() for name, p in model.named_parameters()}
     return result, whole(shards, mesh)
 
 

@@ -27,6 +27,7 @@ from motet.models.merge import merge_rows
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector
+from motet.on_device import on_device
 
 DIM = 16
 VOCABULARY = 40
@@ -46,8 +47,8 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor, counts: Tensor) -> Tensor:
         normed = self.norm(hidden)
-        counts = counts.to(hidden.device)
-        owner = torch.repeat_interleave(torch.arange(len(counts), device=hidden.device), counts)
+        owner = on_device(torch.repeat_interleave(torch.arange(len(counts)), counts), hidden.device)
+        counts = on_device(counts, hidden.device)
         means = hidden.new_zeros(len(counts), hidden.shape[1]).index_add(0, owner, normed)
         return hidden + torch.tanh(self.rows(normed)) + self.item(means / counts[:, None].to(hidden.dtype))[owner]
 

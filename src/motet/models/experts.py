@@ -69,7 +69,7 @@ class RoutedExperts(nn.Module):
         return self.gate.top_k
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [..., width] -> the same shape. It waits for the device to know how many rows each expert has."""
+        """hidden [..., width] -> the same shape. The host waits for the device once: for the rows of each expert."""
         if self.parts is None or not hidden.numel():  # Without rows there is nothing to sum.
             return self._routed(hidden, self.gate.weight)
         # Each rank's gradient of the router is that of its own experts.
@@ -97,18 +97,26 @@ class RoutedExperts(nn.Module):
     def _mixed(self, rows: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Rows [n, width] through their experts, weighed. weights, chosen: [n, experts_per_token]."""
         experts, order = chosen.view(-1).sort(stable=True)
-        counts = torch.bincount(experts, minlength=self.num_experts)
-        if self.parts is not None:
-            # Of the experts of each expert-parallel rank, every tensor-parallel one has as many.
-            index, tp = self.parts.ranks.index, self.parts.ranks.size
-            num_here = self.num_experts // tp // (1 if self.ranks is None else self.ranks.size)
-            order = order[experts // num_here % tp == index]
-            counts = counts.view(-1, tp, num_here)[:, index].contiguous().view(-1)
+        # bincount would make the host wait twice.
+        counts = torch.searchsorted(experts, torch.arange(self.num_experts + 1, device=experts.device)).diff()
+        index, tp = (0, 1) if self.parts is None else (self.parts.ranks.index, self.parts.ranks.size)
+        ep = 1 if self.ranks is None else self.ranks.size
+        # Of the experts of each expert-parallel rank, every tensor-parallel one has as many.
+        shape = ep, tp, self.num_experts // tp // ep
+        arriving = own = counts.view(shape)[:, index]
+        if self.ranks is not None:
+            arriving = self.ranks.arriving(own)
+        on_host = torch.cat([counts, arriving.reshape(-1)]).cpu().numpy()  # The host waits here alone.
+        of_experts, arrived = on_host[: self.num_experts].reshape(shape), on_host[self.num_experts :].reshape(ep, -1)
+        if tp > 1:
+            runs = order.split(of_experts.sum(-1).ravel().tolist())
+            order = torch.cat(runs[index::tp])
         given = rows[order // self.experts_per_token]
         if self.ranks is None:
-            made = self._multiplied(given, counts.tolist())
+            made = self._multiplied(given, arrived[0].tolist())
         else:
-            made = self.ranks.through(given, counts, self._multiplied)
+            sent = of_experts[:, index].sum(1).tolist()
+            made = self.ranks.through(given, sent, arriving, arrived, self._multiplied)
         weighed = (made * weights.view(-1)[order][:, None]).to(rows.dtype)
         every = weighed.new_zeros(chosen.numel(), rows.shape[1]).index_copy(0, order, weighed)
         return every.view(*chosen.shape, rows.shape[1]).sum(1)

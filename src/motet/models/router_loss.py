@@ -48,7 +48,7 @@ class RouterLoss:
     ) -> None:
         self._documents, self._summed = documents, summed
         self._per_choice = weight * targets.double() / lengths.double() ** 2
-        self.gradient: Tensor | None = None if gradient is None else torch.tensor(gradient, dtype=torch.float64)
+        self.gradient: Tensor | float | None = gradient
         self._values: dict[int, Tensor] = {}
 
     def through(self, layer: int, hidden: Tensor, probabilities: Tensor, chosen: Tensor) -> Tensor:
@@ -92,6 +92,8 @@ class _Beside(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         of_loss = ctx.loss.gradient
+        if isinstance(of_loss, float):  # A number fills a tensor; a tensor of the host would be waited for.
+            of_loss = torch.full_like(ctx.like, of_loss)
         return gradient, None if of_loss is None else of_loss.to(ctx.like), None
 
 

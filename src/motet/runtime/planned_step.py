@@ -25,6 +25,7 @@ from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
 from motet.dispatch.edge_messages import MessagePart, assignment_of, message_parts
 from motet.dispatch.gathered_rows import GatheredRows, gathered
+from motet.on_device import on_device
 from motet.runtime.clip import unscale_and_clip
 from motet.runtime.clock import ActionClock
 from motet.runtime.deferred import DeferredWeights
@@ -111,7 +112,8 @@ class PlannedStep:
             row, handlers = running.place.row, running.handlers
             Executor(row, handlers, self.clock, leave_out=leave_out, in_parts=_IN_PARTS).run(step)
             running.end()
-        sent_bytes = running.totals[_SENT].tolist()
+        totals = running.totals.tolist()  # The host waits here alone.
+        sent_bytes = totals[_SENT]
         return StepResult(
             step,
             running.num_targets,
@@ -121,7 +123,7 @@ class PlannedStep:
             0,
             by_kind(*sent_bytes),
             self.clock.take(),
-            running.totals_of_loss,
+            totals[: _SENT.start] + totals[_SENT.stop :],
             self.place.action_words,
             self.clock.met_s,
             running.made,
@@ -351,7 +353,7 @@ class _RunningPlan:
         self.totals[0] = self.step.held.finish(mesh.device)
         self.count_losses_once()
         sent_bytes = self.messages.sent_bytes, self._exchanged_bytes(), *self.step.held.sent.take()
-        self.totals[_SENT] = torch.tensor(sent_bytes, dtype=torch.float64)
+        self.totals[_SENT] = on_device(torch.tensor(sent_bytes, dtype=torch.float64), mesh.device)
         dist.all_reduce(self.totals, group=mesh.group)
         self.step.clock.meet(restarts=True)
         self.step.lanes.wait_for_sends()

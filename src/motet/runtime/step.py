@@ -54,7 +54,7 @@ class MadeRows:
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """What a step did. The first access to the loss or the norm copies both from the device.
+    """What a step did.
 
     num_targets, num_tokens, num_examples: summed over all ranks and microbatches.
     moved_bytes:    features and gradients that were sent from rank to rank, summed over all ranks.
@@ -74,7 +74,7 @@ class StepResult:
     crossing_bytes: int
     sent_bytes: Mapping[str, int]
     timeline: Timeline
-    _totals: Tensor = field(repr=False)
+    _totals: Sequence[float] = field(repr=False)
     actions: tuple[str, ...] = ()
     met_s: float = math.nan
     made: Mapping[str, MadeRows] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class StepResult:
         """Squared gradient norm, sum of the loss, number of targets, and sums of the losses of generators.
 
         Raises RuntimeError if the number is wrong."""
-        square_norm, loss_sum, num_targets, *loss_sums = self._totals.tolist()
+        square_norm, loss_sum, num_targets, *loss_sums = self._totals
         if num_targets != self.num_targets:
             raise RuntimeError(
                 f"the backbone took loss on {num_targets:.0f} targets, the lengths say {self.num_targets}"
@@ -208,7 +208,7 @@ class TrainStep:
             running = _RunningStep(self, batches)
             Executor(running.program, running.handlers, self.clock, leave_out=leave_out).run(step)
         moved_bytes = self.mesh.tensor_size * running.exchanges.moved_bytes
-        shared_bytes, *sent_bytes = running.totals[-3:].tolist()
+        *totals, shared_bytes, gathered_bytes, reduced_bytes = running.totals.tolist()  # The host waits here alone.
         return StepResult(
             step,
             running.num_targets,
@@ -216,9 +216,9 @@ class TrainStep:
             sum(batch.lengths.num_examples for batch in batches),
             moved_bytes,
             self.mesh.tensor_size * running.exchanges.crossing_bytes,
-            by_kind(0, moved_bytes + shared_bytes, *sent_bytes),
+            by_kind(0, moved_bytes + shared_bytes, gathered_bytes, reduced_bytes),
             self.clock.take(),
-            running.totals_of_loss,
+            totals,
             met_s=self.clock.met_s,
             made=running.made,
             loss_scale=self.loss_scale and self.loss_scale.value,
@@ -342,7 +342,7 @@ class _RunningStep:
 def update_if_finite(optimizer: torch.optim.Optimizer, totals: Tensor) -> None:
     """Step the optimizer, unless the totals of the step (as in `_RunningStep`) are not finite."""
     is_bad = ~torch.isfinite(totals).all()
-    if is_bad.is_cuda and all(group.get("fused") for group in optimizer.param_groups):
+    if is_bad.device.type != "cpu" and all(group.get("fused") for group in optimizer.param_groups):
         # A fused optimizer reads this flag on the device, as with a GradScaler, so the host does not wait.
         # On a CPU the flag would cost one more kernel a parameter, and reading it on the host costs nothing.
         optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]

@@ -1,5 +1,4 @@
 import pytest
-import torch
 
 from motet.core.timeline import Timeline
 from motet.runtime.step import MadeRows, StepResult
@@ -15,7 +14,7 @@ def result(totals, num_targets, made):
         crossing_bytes=0,
         sent_bytes={},
         timeline=Timeline.of([]),
-        _totals=torch.tensor(totals, dtype=torch.float64),
+        _totals=totals,
         made={name: MadeRows(number, weight) for name, (number, weight) in made.items()},
     )
 
