@@ -106,6 +106,21 @@ class ModuleAssignment:
             np.repeat([False, True], [len(whole), len(cuts.item)])[order],
         )
 
+    def take(self, items: Int64Array) -> ModuleAssignment:
+        """Some of the items, int64 [n], ascending: of a replica and a microbatch all or none, and none that is cut."""
+        assert self.cuts is None, "cut items belong to several replicas"
+        return replace(
+            self,
+            example=self.example[items],
+            length=self.length[items],
+            num_tokens=self.num_tokens[items],
+            replica=self.replica[items],
+            microbatch=self.microbatch[items],
+            ordered=lambda: self.position[items],
+            segments=None if self.segments is None else self.segments.take(items),
+            num_media=None if self.num_media is None else self.num_media[items],
+        )
+
     def parts_of(self, replica: int, microbatch: int) -> Int64Array:
         """The parts that a replica computes in a microbatch, whole items in their order, then fragments, int64 [n]."""
         whole = self.whole_items_of(replica, microbatch)

@@ -82,6 +82,7 @@ class EncoderPlans:
         self._costs: dict[tuple[str, EncoderDegrees], BlockCosts] = {}
         self._layer_pricings: dict[tuple[str, EncoderDegrees], LayerPricing] = {}
         self._known_dealt: dict[str, _Dealt] = {}
+        self._known_fullest: dict[str, StepAssignment] = {}
         # Most blocks have equal layers, and plans the same degrees.
         self._got, self._got_in_blocks = cache(self._got_rows), cache(self._got_bytes)
 
@@ -156,7 +157,11 @@ class EncoderPlans:
         return np.array([self.job.cost.gather_seconds(size, range(0, cp * tp, tp)) for size in sizes.tolist()])
 
     def layer_pricing(self, unit: Unit) -> LayerPricing:
-        """Prices of the layers of a unit, as of a Plan that has it; they do not depend on its stages."""
+        """Prices of the layers of a unit, as of a Plan that has it; they do not depend on its stages.
+
+        Of an encoder they are of the fullest microbatches alone: to deal out the items of all takes most of a search
+        on thousands of ranks.
+        """
         (name,) = unit.modules
         if name == BACKBONE:
             return self.unscheduled_pricing.layer_pricing
@@ -164,9 +169,26 @@ class EncoderPlans:
         if key not in self._layer_pricings:
             others = [other for other in self.example.units if other.name != name]
             self._layer_pricings[key] = LayerPricing(
-                self.plan((*others, unit)), self._assignment, self.job.cost, self.job.exchange
+                self.plan((*others, unit)), self._in_fullest(name), self.job.cost, self.job.exchange
             )
         return self._layer_pricings[key]
+
+    def _in_fullest(self, name: str) -> StepAssignment:
+        """The items of an encoder alone, in the microbatches of replicas that have most, or the longest, renumbered."""
+        if name not in self._known_fullest:
+            items, num = self._assignment.modules[name], self._assignment.num_microbatches
+            cell, size = items.batch_index(num), items.num_replicas * num
+            longest = np.zeros(size, dtype=np.int64)
+            np.maximum.at(longest, cell, items.length)
+            is_full = np.zeros((items.num_replicas, num), dtype=np.bool_)
+            for column in (np.bincount(cell, items.length, size), longest):
+                is_full.flat[np.argsort(column, kind="stable")[-_MAX_DEALT:]] = True
+            numbers = is_full.cumsum(axis=1) - 1
+            taken = items.take(np.flatnonzero(is_full.flat[cell]))
+            taken = replace(taken, microbatch=numbers[taken.replica, taken.microbatch].astype(np.int32))
+            most = int(is_full.sum(axis=1).max(initial=1))
+            self._known_fullest[name] = StepAssignment(self._assignment.batch, most, {name: taken})
+        return self._known_fullest[name]
 
     def _got_bytes(self, name: str, degrees: EncoderDegrees) -> Float64Array:
         """Bytes of keys and values that a rank gets in each block, mean of all microbatches, [num_blocks]."""

@@ -35,6 +35,10 @@ MIXED = {
 }
 
 
+VIDEOS = {"image": {"count": {"value": 4}, "length": {"median": 500, "spread": 1.5, "max": 20_000}}}
+DOMINATED = {"task": [{"name": "all", "text": {"value": 512}, "items": VIDEOS}]}
+
+
 def model(*, audio=False, trainable=True):
     encoders = [connect(vit("image", VISION, 8, trainable=trainable), 2048)]
     if audio:
@@ -188,11 +192,24 @@ def test_groups_share_items_or_have_whole_examples(shareable):
 
 def test_items_that_dominate_are_shared_evenly():
     """A video beside small images: dealt out whole, one rank would have it alone."""
-    lengths = {"image": {"count": {"value": 4}, "length": {"median": 500, "spread": 1.5, "max": 20_000}}}
-    mixed = {"task": [{"name": "all", "text": {"value": 512}, "items": lengths}]}
-    plans = EncoderPlans(job(lengths=mixed), PipelineShape(8, 2, 1, 1, 4, 16))
+    plans = EncoderPlans(job(lengths=DOMINATED), PipelineShape(8, 2, 1, 1, 4, 16))
     shared, whole = (plans.busiest_share("image", EncoderDegrees(1, cp)) for cp in (8, 1))
     assert 1 / 8 <= shared <= 1.1 / 8 < 0.3 < whole
+
+
+@pytest.mark.parametrize("cp", [1, 4])
+def test_few_microbatches_tell_what_the_fullest_rank_holds(cp, monkeypatch):
+    """Of 64 microbatches the items of at most eight are dealt out to ranks."""
+    given = job(batch_size=256, lengths=DOMINATED)
+    plans = [EncoderPlans(given, PipelineShape(8, 2, 1, 1, 4, 64)) for _ in range(2)]
+    unit = next(unit for plan in plans[0] for unit in plans[0].units(plan)[1:] if unit.cp == cp)
+    layer = next(layer for layer in given.model.module("image").layers if layer.attention is not None)
+    every = plans[0].layer_pricing(unit)
+    monkeypatch.setattr("motet.planner.bubble_filling.encoder_plans._MAX_DEALT", 4)
+    few = plans[1].layer_pricing(unit)
+    assert few.work.assignment.num_microbatches <= 8 < every.work.assignment.num_microbatches
+    assert few.largest_rows("image", layer) == every.largest_rows("image", layer)
+    assert few.largest_copies("image", layer) == every.largest_copies("image", layer)
 
 
 def test_what_cannot_be_faster_is_left_out_in_words():
