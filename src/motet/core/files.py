@@ -107,6 +107,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def names_open_file(path: Path, descriptor: int) -> bool:
+    """Whether a path names the file that is open, which may have been removed, moved away, or replaced by another."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 class FileSlice(io.RawIOBase):
     """A part of an open file as a file; closing it closes the open file."""
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from motet.core.errors import UserError
-from motet.core.files import FileSlice
+from motet.core.files import FileSlice, names_open_file
 from motet.data.remote import Found, copy_to, read_bytes
 
 INDEXES = "indexes"
@@ -134,14 +134,14 @@ class Copies:
                 file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b")
                 _lock(file)
                 # Who had the lock before may have given the file its name, or removed it.
-                if path.exists() and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                if names_open_file(path, file.fileno()):
                     break
             file.close()
         try:
             yield file
         finally:
             with suppress(OSError):
-                if path.exists() and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                if names_open_file(path, file.fileno()):
                     path.unlink()
             file.close()
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from motet.core.errors import UserError
+from motet.core.files import names_open_file
 from motet.train.checkpoint.contents import CHECKPOINTS
 from motet.train.report.step_lines import METRICS, step_of
 
@@ -53,10 +54,8 @@ class RunFolder:
         Files that are open can be written all the same, and new ones would be in the folder of another run.
         """
         try:
-            if os.path.samestat(os.stat(self.path / LOCK), os.fstat(self.descriptor)):
+            if names_open_file(self.path / LOCK, self.descriptor):
                 return ""
-        except (FileNotFoundError, NotADirectoryError):
-            pass
         except OSError:  # Of a disk that does not answer, as writing will say.
             return ""
         return f"run.dir = {self.path}, or {LOCK} in it, was removed or moved away while the run went on"

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from motet.cost.catalogue import device_called
+from motet.core.cluster import Device
+from motet.train.device import catalogued
 
 _MATMUL_DIM = {"cpu": 512, "cuda": 8192}
 _MEASURE_S = 0.2
@@ -26,13 +27,12 @@ class Peak:
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> Peak:
     """The peak of a device for matmuls in `dtype`. All ranks call it at the same time."""
-    if device.type == "cuda" and (known := _catalogued(torch.cuda.get_device_name(device), dtype)):
+    if device.type == "cuda" and (known := _peak_in(catalogued(device), dtype)):
         return Peak(known, "catalogue")
     return Peak(_measured(device, dtype), "measured")
 
 
-def _catalogued(name: str, dtype: torch.dtype) -> float | None:
-    device = device_called(name)
+def _peak_in(device: Device | None, dtype: torch.dtype) -> float | None:
     if device is None:
         return None
     # A device without tf32 computes in fp32, even if tf32 is allowed.

@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from motet.core.errors import UserError
-from motet.core.files import write_whole
+from motet.core.files import names_open_file, write_whole
 
 HELDOUT_FILE = "heldout.jsonl"
 METRICS = frozenset(("step", "loss", "step_s", "num_tokens", "phases", "balance"))
@@ -57,7 +56,7 @@ class Lines:
 
     def _write(self) -> None:
         start, rest = self._file.tell(), memoryview(self._kept)
-        if rest and not self._is_there():
+        if rest and not names_open_file(self._path, self._file.fileno()):  # Which would take it all the same.
             raise FileNotFoundError(errno.ENOENT, "it was removed or moved away", str(self._path))
         try:
             while rest:
@@ -67,13 +66,6 @@ class Lines:
             self._file.seek(start)
             raise
         self._kept = b""
-
-    def _is_there(self) -> bool:
-        """Whether what is written can be found: an open file takes it all the same."""
-        try:
-            return os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
-        except FileNotFoundError:
-            return False
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
