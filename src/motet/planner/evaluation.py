@@ -193,10 +193,9 @@ class CandidateEvaluation:
             return list(range(len(self.results)))
         first = {result.candidate.strategy: index for index, result in reversed(list(enumerate(self.results)))}
         # No variant computes less than the bound.
-        near = [index for index, one in enumerate(self.results) if one.prediction.step_s < _NEAR * self.fastest_s]
-        can_win = [
-            index for index in {*first.values(), *near} if self.results[index].candidate.bound_s < self.fastest_s
-        ]
+        fastest_s = self.fastest_s
+        near = (index for index, one in enumerate(self.results) if one.prediction.step_s < _NEAR * fastest_s)
+        can_win = [index for index in {*first.values(), *near} if self.results[index].candidate.bound_s < fastest_s]
         if self.to_beat_s < math.inf:
             return sorted(can_win)
         compared = [self.results.index(rival) for rival in rivals(self.results)]

@@ -162,10 +162,12 @@ class EncoderMemory:
         """What the recomputed blocks of an encoder's stage keep of a microbatch beside their inputs, if passes are in
         halves: the inputs of the second ones."""
         ((name, (first, stop)),) = self._spans(unit)[stage].items()
+        if not (num_recomputed := recompute.get(name, 0)):
+            return 0.0
         key = unit.name, unit.tp, unit.cp, first, stop
-        if recompute.get(name) and key not in self._halved:
+        if key not in self._halved:
             self._halved[key] = np.array([self._half_input(unit, name, block) for block in range(first, stop)])
-        return float(self._halved[key][: recompute[name]].sum()) if recompute.get(name) else 0.0
+        return float(self._halved[key][:num_recomputed].sum())
 
     def _half_input(self, unit: Unit, name: str, block: int) -> int:
         module = self._job.model.module(name)

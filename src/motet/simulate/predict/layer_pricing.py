@@ -75,10 +75,6 @@ class LayerPricing:
         """The most rows of a layer on any rank in any microbatch, times the context-parallel ranks of its unit."""
         return float(self.price(name, layer).work.rows.max(initial=0.0)) * self.plan.unit_of(name).cp
 
-    def largest_of_replica(self, name: str, layer: Layer) -> float:
-        """The most rows of a layer in any replica in any microbatch, over all ranks that share them."""
-        return float(self.work.of_replicas(name, layer).rows.max(initial=0.0))
-
     def largest_copies(self, name: str, layer: Layer) -> float:
         """The most bytes of copies of other ranks' rows that attention takes in a layer on any rank."""
         return float(self.price(name, layer).context.copied_bytes.max(initial=0.0))

@@ -114,11 +114,17 @@ class LayerWork:
 
     def _dealt_rows(self, name: str) -> Float64Array:
         """Rows of an encoder that each of the ranks made that share its items, by replica, microbatch and rank."""
-        items, shares = self.assignment.modules[name], self._shares(name)
-        rank = np.concatenate([shares.rank, shares.cut_rank])
-        rows = np.concatenate([items.num_tokens[shares.whole], items.num_tokens[shares.item] * shares.share])
-        size = items.num_replicas * self.assignment.num_microbatches * self._num_ranks(name)
-        return np.bincount(rank, rows, size).astype(np.float64)
+        rows, shares = self.assignment.modules[name].num_tokens, self._shares(name)
+        return self._on_ranks(name, rows[shares.whole], rows[shares.item] * shares.share)
+
+    def _on_ranks(
+        self, name: str, of_whole: Float64Array | Int64Array, of_fragments: Float64Array | Int64Array
+    ) -> Float64Array:
+        """Figures of whole items and of fragments summed over those of each rank, by replica, microbatch and rank."""
+        shares, num_ranks = self._shares(name), self._num_ranks(name)
+        size = self.assignment.modules[name].num_replicas * self.assignment.num_microbatches * num_ranks
+        rank, column = np.concatenate([shares.rank, shares.cut_rank]), np.concatenate([of_whole, of_fragments])
+        return np.bincount(rank, column, size).astype(np.float64)
 
     def _num_ranks(self, name: str) -> int:
         """The ranks that share a replica's items of a module, or its sequences."""
@@ -158,16 +164,17 @@ class LayerWork:
     def _dealt(self, name: str, layer: Layer) -> Work:
         """Work of the ranks that share items of an encoder, by replica, microbatch and rank."""
         items, shares = self.assignment.modules[name], self._shares(name)
-        size = items.num_replicas * self.assignment.num_microbatches * self._num_ranks(name)
         if not len(shares.item):
+            size = items.num_replicas * self.assignment.num_microbatches * self._num_ranks(name)
             padded = self.plan.model.module(name).padded
             return work_of_items(layer, items, shares.rank, size, padded=padded)
         of_each, (own, whole) = self._of_each(name, like_layer(layer)), self._fragments(name, layer)
-        rank = np.concatenate([shares.rank, shares.cut_rank])
-        rows = np.concatenate([of_each.rows[shares.whole], own])
         # A row of a fragment attends to as many as any of its item.
-        pairs = np.concatenate([of_each.pairs[shares.whole], of_each.pairs[shares.item] * own / np.maximum(whole, 1)])
-        return Work(*(np.bincount(rank, column, size).astype(np.float64) for column in (rows, pairs)))
+        pairs = of_each.pairs[shares.item] * own / np.maximum(whole, 1)
+        return Work(
+            self._on_ranks(name, of_each.rows[shares.whole], own),
+            self._on_ranks(name, of_each.pairs[shares.whole], pairs),
+        )
 
     def _fragments(self, name: str, layer: Layer) -> tuple[Float64Array, Float64Array]:
         """(rows of each fragment of a cut item in a layer, rows of the whole item), about.
