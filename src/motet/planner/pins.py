@@ -30,7 +30,7 @@ _MAX_DIGITS = 9
 def parse_pins(texts: Sequence[str], strategies: Iterable[str]) -> Pins:
     """Pins from texts KEY=VALUE.
 
-    A key is a field of `Pins`; or `strategy`, which may be repeated, "-" standing for " " in its name; or
+    A key is a field of `Pins`; or `strategy`, which may be repeated, "-" or "_" standing for " " in its name; or
     `MODULE.DEGREE`, as in image.tp (`cp` alone is the backbone's); or `MODULE.FIELD`, as in image.zero. Numbers by
     stage are written as 4,2,0, fills as RANK:ACTION<BEFORE with commas between them, or none.
     Raises UserError for an unknown key or value, and for a key that is pinned twice.
@@ -50,7 +50,7 @@ def parse_pins(texts: Sequence[str], strategies: Iterable[str]) -> Pins:
         if not equals:
             raise UserError(f"--pin {text}: must be written as KEY=VALUE, for example --pin tp=8.")
         if key == "strategy":
-            chosen.append(_one_of(text, value.replace("-", " "), tuple(strategies)))
+            chosen.append(_one_of(text, re.sub("[-_]", " ", value), tuple(strategies)))
             continue
         if key == "cp":
             key = f"{BACKBONE}.cp"

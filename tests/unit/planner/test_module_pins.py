@@ -107,3 +107,8 @@ def test_a_plan_says_which_pin_it_does_not_have():
     plan = found("strategy=data-parallel").best.candidate.plan
     assert unmet_pin(plan, {"image": ModuleDegrees(pp=1, dp=3)}) == "image has dp = 8, not 3"
     assert not unmet_pin(plan, {"image": ModuleDegrees(pp=1)})
+
+
+@pytest.mark.parametrize("name", ["modality parallel", "modality-parallel", "modality_parallel"])
+def test_a_strategy_may_be_named_without_a_space(name):
+    assert parse_pins([f"strategy={name}"], STRATEGIES).strategies == ("modality parallel",)
