@@ -15,6 +15,7 @@ from motet.train.stop import GRACE_S, StopSignal
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 TIMEOUT_S = 300
 STEP = "motet.runtime.step:TrainStep.run"
+END = "stop(signal.SIGTERM, os.getpid())"
 
 
 def arguments(job, run_dir, *overrides):
@@ -135,3 +136,19 @@ def test_a_signal_that_is_ignored_stays_so():
             assert not stop.received
     finally:
         signal.signal(signal.SIGHUP, former)
+
+
+@pytest.mark.slow
+def test_what_a_signal_cuts_short_behind_the_last_step_of_a_phase_is_made_when_the_run_goes_on(job, tmp_path):
+    """The phase's last checkpoint is there by then; its export and its report are not."""
+    phases = "".join(f'[[run.phase]]\nname = "{name}"\nsteps = 1\nexport.at_end = true\n' for name in ("align", "tune"))
+    recipe = job.with_name("phased.toml")
+    recipe.write_text(job.read_text().replace("steps = 8\n", "").replace("[data]\n", f"{phases}[data]\n", 1))
+    short = ("data.heldout=[]", "run.batch_size=2")
+    done = run(recipe, tmp_path, *short, meddling=Meddling("motet.train.trainer:export", 1, 0, END))
+    assert (done.returncode, [folder.name for folder in tmp_path.iterdir()]) == (-signal.SIGTERM, ["align"])
+    assert (tmp_path / "align/checkpoints/step-00000001").is_dir() and not (tmp_path / "align/export").exists()
+    done = run(recipe, tmp_path, *short)
+    assert "step-00000001, which is the last step." in done.stdout
+    assert all((tmp_path / name / made).exists() for name in ("align", "tune") for made in ("export", "report.html"))
+    assert "Phase align (1 of 2) has ended, with step 1." in run(recipe, tmp_path, *short).stdout

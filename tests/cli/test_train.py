@@ -78,6 +78,16 @@ def test_a_run_alone_learns_and_leaves_everything(job, tmp_path):
     assert not re.search(r"(src|href)=\"http", report)
 
 
+def test_what_a_run_does_between_steps_is_no_wait_for_data(job, tmp_path):
+    """A checkpoint takes an hour, by the clock that is read."""
+    hour = "import time; own = time.perf_counter; time.perf_counter = lambda: own() + 3600"
+    slow_disk = Meddling("motet.train.checkpoint.saving:Checkpointer.save", 1, 0, hour)
+    short = ("run.steps=2", "checkpoint.every_steps=1", "data.heldout=[]")
+    assert motet(*arguments(job, tmp_path, *short), meddling=slow_disk).returncode == 0
+    last = metrics(tmp_path)[-1]
+    assert last["step_s"] > 3600 > last["data_wait_s"]
+
+
 @pytest.mark.slow
 @pytest.mark.torchrun
 def test_two_ranks_under_torchrun_say_what_is_wrong_once(job, tmp_path):

@@ -19,7 +19,7 @@ from motet.core.files import names_open_file
 from motet.train.checkpoint.contents import CHECKPOINTS
 from motet.train.report.step_lines import METRICS, step_of
 
-LOCK = "run.lock"
+LOCK, REPORT = "run.lock", "report.html"
 FILES = (
     LOCK,
     "recipe.toml",
@@ -33,7 +33,7 @@ FILES = (
     "timeline.html",
     "timeline.json",
     "summary.json",
-    "report.html",
+    REPORT,
 )
 FOLDERS = (CHECKPOINTS, "tensorboard", "export", "made", "profile")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)

@@ -227,8 +227,10 @@ class _Run:
     def _take(self, step: int, feed: Feed, ended: StepEnd) -> StepEnd:
         """Take a step, and what is due behind it. ended: when the one before did. Returns when it did. A collective."""
         recipe = self.recipe
-        fed = self._corrected(feed.next_step())
-        waited_s = time.perf_counter() - ended.time_s
+        asked_s = time.perf_counter()
+        fed = feed.next_step()
+        waited_s = time.perf_counter() - asked_s
+        fed = self._corrected(fed)
         lacking_bytes = self.job.recomputation.lacking_bytes(fed.batches)
         result, cause = self._step(step, fed)
         if step == self.first_step:

@@ -13,6 +13,7 @@ from motet.models.mllm import MLLM
 from motet.train.checkpoint.choice import Say, Start, choose_checkpoint, newest_whole, remove_all, verified_start
 from motet.train.checkpoint.contents import (
     CHECKPOINTS,
+    MANIFEST,
     Progress,
     digest_of,
     is_checkpoint,
@@ -26,6 +27,7 @@ from motet.train.checkpoint.same_run import changed_files, check_beside, check_s
 from motet.train.checkpoint.state import store_frozen
 from motet.train.input.own_splits import check_same_splits
 from motet.train.recipe.recipe import Recipe
+from motet.train.run_folder import REPORT
 from motet.train.world import World
 
 _START = "start"
@@ -83,16 +85,25 @@ def has_ended(recipe: Recipe) -> bool:
 
 
 def phase_has_ended(recipe: Recipe, then: Path, world: World, say: Say) -> bool:
-    """Whether a training phase has ended; not if its last checkpoint is damaged and the phase after it begins with it.
+    """Whether a training phase has ended, or the phase after it has a checkpoint of its own.
 
-    Such a checkpoint is renamed, so that the phase goes on from the newest whole one. A collective.
+    It has not if what comes behind its last checkpoint (evaluation, export, report) was cut short, nor if that
+    checkpoint is damaged: it is renamed, so that the phase goes on from the newest whole one. A collective.
     then: the folder of the run of the phase after it.
     """
     with world.together():
-        seen = has_ended(recipe), bool(checkpoints(then / CHECKPOINTS))
-    has_it, has_begun = world.gather(seen)[0]
-    last = recipe.run.dir / CHECKPOINTS / name_of(recipe.run.num_steps) if has_it else None
-    return last is not None and (has_begun or newest_whole([last], [last], world, say) is not None)
+        last = recipe.run.dir / CHECKPOINTS / name_of(recipe.run.num_steps) if has_ended(recipe) else None
+        seen = last, bool(checkpoints(then / CHECKPOINTS)), last is not None and _is_reported(last, recipe.run.dir)
+    last, has_begun, is_reported = world.gather(seen)[0]
+    if last is None or has_begun:
+        return last is not None
+    return is_reported and newest_whole([last], [last], world, say) is not None
+
+
+def _is_reported(checkpoint: Path, run_dir: Path) -> bool:
+    """Whether the report, which a run writes last, is none from before a checkpoint."""
+    report, manifest = run_dir / REPORT, checkpoint / MANIFEST
+    return report.is_file() and manifest.is_file() and report.stat().st_mtime_ns >= manifest.stat().st_mtime_ns
 
 
 def _fetched(resume: str, recipe: Recipe, world: World, say: Say) -> str:

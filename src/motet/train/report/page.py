@@ -21,13 +21,14 @@ from motet.train.report.charts import NARROW, grouped_bars, horizontal_bars, lin
 from motet.train.report.step_lines import read_lines
 from motet.train.report.style import CSS
 from motet.train.report.summary import methods_line, shared_phases, steady
+from motet.train.run_folder import REPORT
 
 _MAX_POINTS = 600
 _MAX_MEDIA_BYTES = 2_000_000
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report.html` into a run's folder and return its path."""
+    """Write the report into a run's folder and return its path."""
     summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     steps = read_lines(run_dir / "metrics.jsonl")
     answers_file = run_dir / "answers.json"
@@ -54,7 +55,7 @@ def write_report(run_dir: Path) -> Path:
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{CSS}</style></head>'
         f"<body>{''.join(body)}</body></html>\n"
     )
-    path = run_dir / "report.html"
+    path = run_dir / REPORT
     path.write_text(page, encoding="utf-8")
     return path
 
