@@ -1,20 +1,27 @@
-"""What a forward pass keeps on each tensor-parallel rank is at most what `cost/memory.py` says, and not much less."""
+"""What a forward pass keeps on each tensor-parallel rank is at most what `cost/memory.py` says, and not much less.
+
+What a stage or an encoder hands on is counted with who takes it in: who made it does not keep it until backward.
+"""
 
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from motet.core.plan import Unit
 from motet.core.workload import BACKBONE
 from motet.cost.flops import work_of
 from motet.cost.memory import kept_bytes, stage_layers
+from motet.runtime.passes import StagePasses
+from motet.runtime.planned_step import _RunningPlan
 from motet.runtime.sections import Section, SectionedStage
 from motet.runtime.sharded_state import ComputeTypes
-from parity.planned import PlannedCase, batches_of, build_hf_model, build_step
+from parity.planned import PlannedCase, batches_of, build_hf_model, build_step, run_planned
 from ranks import run_ranks
 
 BF16 = ComputeTypes(torch.bfloat16, torch.float32)
@@ -99,3 +106,77 @@ def test_a_rank_keeps_what_its_stage_is_said_to_keep(tp):
                 said.update(of_model)
             for name in ("image", "backbone"):
                 assert 0.87 * said[name] <= held[name] <= 1.03 * said[name], (case, name, held, said)
+
+
+def outputs_kept(rank, num_ranks, cases):
+    """By case: (passes whose output was sent to another rank, those of them that still held it before backward)."""
+    found = []
+    for case in cases:
+        made, kept = {}, []
+        with pytest.MonkeyPatch.context() as patch:
+            _watch_stages(patch, made, kept)
+            _watch_modules(patch, made, kept)
+            run_planned(case, num_steps=1)
+        found.append((sum(map(len, made.values())), kept))
+    return found
+
+
+def _watch_stages(patch, made, kept):
+    forward, backward, outputs = _RunningPlan.forward, _RunningPlan._backward, SectionedStage.forward
+
+    def of_stage(stage, *given):
+        held, runs = outputs(stage, *given)
+        stage.made = [StorageWeakRef(each.untyped_storage()) for each in held.values() if each.numel() > 1]
+        return held, runs
+
+    def run(running, action):
+        forward(running, action)
+        if action.stage not in running.place.local_edges:
+            made[action.stage, action.microbatch] = running.stages[action.stage].made
+
+    def run_back(running, action, deferring):
+        key = action.stage, action.microbatch
+        kept.extend(key for each in made.get(key, ()) if not each.expired())
+        backward(running, action, deferring)
+
+    patch.setattr(SectionedStage, "forward", of_stage)
+    patch.setattr(_RunningPlan, "forward", run)
+    patch.setattr(_RunningPlan, "_backward", run_back)
+
+
+def _watch_modules(patch, made, kept):
+    forward, backward = StagePasses._forward, StagePasses._backward
+
+    def run(passes, action):
+        stage, of_stage = passes._stages[action.stage], type(passes._stages[action.stage])
+        with pytest.MonkeyPatch.context() as of_pass:
+            of_pass.setattr(of_stage, "forward", partial(_noted, of_stage.forward, made, stage, action))
+            forward(passes, action)
+
+    def run_back(passes, action):
+        key, taken_in = (action.stage, action.microbatch), passes._tensors.arrived.values()
+        arrived = {StorageWeakRef(rows.untyped_storage()).cdata for rows in taken_in}  # All rows stayed here.
+        kept.extend(key for each in made.get(key, ()) if not each.expired() and each.cdata not in arrived)
+        backward(passes, action)
+
+    patch.setattr(StagePasses, "_forward", run)
+    patch.setattr(StagePasses, "_backward", run_back)
+
+
+def _noted(forward, made, stage, action, *given):
+    output = forward(stage, *given)
+    if output.numel() > 1:
+        made[action.stage, action.microbatch] = [StorageWeakRef(output.untyped_storage())]
+    return output
+
+
+def test_who_hands_an_output_on_does_not_keep_it_until_backward():
+    stages = ({"image": 3, "audio": 2, "backbone": 1}, {"backbone": 2})
+    units = [Unit("all", stages, pp=2, zero=0, recompute=recompute) for recompute in ((), stages)]
+    apart = (Unit("image", ({"image": 3},), zero=0), Unit("rest", ({"audio": 2, "backbone": 3},), first_rank=1))
+    replicas = PlannedCase((Unit("all", (ALL,), dp=2),), "data_parallel", microbatch_size=2)
+    cases = [*(PlannedCase((unit,)) for unit in units), PlannedCase(apart), replicas]
+    of_ranks = run_ranks(outputs_kept, 2, cases)
+    for number, case in enumerate(cases):
+        assert sum(found[number][0] for found in of_ranks) > 0, case
+        assert [found[number][1] for found in of_ranks] == [[], []], case

@@ -92,14 +92,14 @@ def microbatches_are_swapped(patch):
         for run in runs[-1:]:
             name = run.section.span.module
             if gradients.get(name) is not None:
-                gradients[name] = fitted(gradients[name], run.output)
+                gradients[name] = fitted(gradients[name], run.root.like)
         return of_stage(self, runs, gradients, *more)
 
     def swapped(self, action):
         runs, key, other = self.tensors.runs, *((action.stage, action.microbatch ^ bit) for bit in (0, 1))
         is_first = all((each.kind, each.stage) != (Kind.SEND_B, action.stage) for each in self.step.place.row.row)
         both = [*runs.get(key, ()), *runs.get(other, ())] if key in runs and other in runs else []
-        ready = all(run.output is not None and not run.section.span.takes_loss for run in both)
+        ready = all(run.root is not None and not run.section.span.takes_loss for run in both)
         if both and ready and is_first:
             runs[key], runs[other] = runs[other], runs[key]
         backward(self, action)

@@ -7,6 +7,7 @@ import pickle
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,15 +15,16 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.parametrize import register_parametrization
-from transformers import AutoModelForCausalLM, SiglipVisionModel
+from transformers import AutoModelForCausalLM, Qwen2Config, SiglipVisionModel
 
 import motet
 from dist.test_changing_buffers import Normed
 from motet.core.errors import JointUserError, UserError
 from motet.core.plan import Plan, Unit
 from motet.cost.catalogue import cluster
+from motet.dispatch import RankBatch
 from motet.dropout import example_keys
 from motet.models.divided import why_undivided
 from motet.models.generator_build import build_generator
@@ -688,6 +690,24 @@ def test_a_loop_that_goes_on_behind_a_failed_step_is_told(evaluates):
         assert held.startswith("evaluate: a step or")
 
 
+def copies(rank, num_ranks, plan):
+    """How a step's microbatches go to the device: (asked for pinned memory, did not block), each."""
+    found, to = [], RankBatch.to
+    with (
+        mock.patch.object(RankBatch, "ready_for", lambda batch, device: replace(batch, recompute={"backbone": 0})),
+        mock.patch.object(
+            RankBatch, "to", lambda batch, *where, **how: found.append((batch, how)) or to(batch, *where)
+        ),
+    ):
+        motet.apply(build(), plan, sgd).step(example_module("hf_parts").batches()[0])
+    return [(batch.recompute is not None, how) for batch, how in found]
+
+
+def test_batches_are_copied_from_pinned_memory():
+    for found in run_ranks(copies, 2, plan_of(TOGETHER)):
+        assert found and all(each == (True, {"non_blocking": True}) for each in found)
+
+
 def replaced(rank, num_ranks, plan):
     """The sentence on a step behind each way to give rank 1 other weights, and on a checkpoint then."""
     batch, sentences = example_module("hf_parts").batches()[0], []
@@ -709,6 +729,54 @@ def replaced(rank, num_ranks, plan):
             with pytest.raises(JointUserError, match="was replaced since"):
                 parallel.state_dict()
     return sentences
+
+
+def build_divisible():
+    """A model whose heads two ranks share."""
+    parts = example_module("hf_parts")
+    with mock.patch.object(parts, "Qwen2Config", lambda **sizes: Qwen2Config(**sizes | {"num_key_value_heads": 2})):
+        torch.manual_seed(0)
+        return motet.compose(parts.language_model().double(), {"image": parts.vision_tower().double()})
+
+
+def set_behind(rank, num_ranks, plan):
+    """The sentence on a step behind each thing that rank 1 has set on its part; the losses with a hook on a block."""
+    batch, sentences = example_module("hf_parts").batches()[0], []
+    for change in (
+        lambda lm: lm.lm_head.weight.register_hook(lambda gradient: 2 * gradient),
+        lambda lm: lm.model.norm.register_forward_hook(lambda module, args, output: 2 * output),
+        lambda lm: setattr(lm.model.layers[1].inner.mlp.down_proj, "forward", print),
+        lambda lm: parametrizations.weight_norm(lm.lm_head),
+    ):
+        parallel = motet.apply(build_divisible(), plan, sgd)
+        parallel.step(batch)
+        if rank == 1:
+            change(parallel.model.backbone.causal_lm)
+        with pytest.raises(JointUserError) as error:
+            parallel.step(batch)
+        sentences.append(str(error.value))
+    parallel, called = motet.apply(build_divisible(), plan, sgd), []
+    for block in parallel.model.backbone.blocks:
+        block.register_forward_hook(lambda *_: called.append(1)).remove()
+        block.register_forward_hook(lambda *_: called.append(1))
+    return sentences, parallel.step(batch).loss, len(called) > 0
+
+
+@pytest.mark.parametrize("units", [TOGETHER, (Unit("all", ({"image": 2, "backbone": 2},), tp=2),)])
+def test_what_is_set_on_a_part_is_refused_on_all_ranks_but_on_blocks(units):
+    """It did not run, or on a part of the rows or of the products, and computed something else without a word."""
+    found = run_ranks(set_behind, 2, plan_of(units, model_spec(build_divisible())))
+    loss = reference_step(build_divisible(), example_module("hf_parts").batches()[0])
+    assert found[0][0] == found[1][0]
+    of_weight, *others = found[0][0]
+    assert of_weight == (
+        "step: backbone.causal_lm.lm_head.weight has a hook on its gradient, which a plan may compute elsewhere, in "
+        "parts and by microbatches: remove it."
+    )
+    names = ("model.norm", "model.layers.1.inner.mlp.down_proj", "lm_head")
+    for name, sentence in zip(names, others, strict=True):
+        assert sentence.startswith(f"step: backbone.causal_lm.{name} was given a hook, a forward or a parametrization ")
+    assert [each[1:] for each in found] == [(pytest.approx(loss, rel=1e-9), True)] * 2
 
 
 @pytest.mark.parametrize("units", [(replace(TOGETHER[0], zero=1),), BESIDE])

@@ -25,8 +25,8 @@
 - Rows of encoders (`taken_bytes`). A stage of the backbone keeps those that it takes in, with what enters inner layers
   (DeepStack), until its backward pass: their gradient is collected there.
 
-Not counted: fragmentation, buffers of communication libraries, temporaries of the optimizer's step, which runs when no
-activations are left, and what a stage hands on, on its own rank until backward.
+Not counted: fragmentation, buffers of communication libraries, messages under way, and temporaries of the optimizer's
+step, which runs when no activations are left. What a stage hands on is freed once it is sent (`runtime/tensors.py`).
 """
 
 from __future__ import annotations

@@ -470,6 +470,10 @@ class RankBatch:
             routes={phase: route.to(device, non_blocking=non_blocking) for phase, route in self.routes.items()},
         )
 
+    def ready_for(self, device: torch.device) -> RankBatch:
+        """The same batch where a copy to `device` that does not block starts at once: for a GPU in pinned memory."""
+        return self.pin_memory() if device.type == "cuda" else self
+
     def pin_memory(self) -> RankBatch:
         """The same batch in pinned memory, except for sizes and offsets."""
         return replace(

@@ -215,4 +215,4 @@ class Prefetched(IterableDataset):
         batch = replace(batch, group=self._moves)
         if self._dtype is not None:
             batch = batch.to("cpu", dtype=self._dtype)
-        return batch.pin_memory() if self._device is not None and self._device.type == "cuda" else batch
+        return batch if self._device is None else batch.ready_for(self._device)

@@ -48,6 +48,7 @@ from motet.models.families.text import TextModel
 from motet.models.key_items import KeyItems
 from motet.models.layers import LayerModules, frozen_to_eval, weighted_callbacks
 from motet.models.merge import added_at, merge_rows, places_of
+from motet.models.merge_kept import kept_of_merge
 from motet.models.rotary import document_lengths, use_document_rotary
 from motet.models.router_loss import RouterLoss
 from motet.models.table_items import TableItems
@@ -139,6 +140,8 @@ class Backbone(nn.Module):
         self.row_parts: RowParts | None = None  # On tensor-parallel ranks (`divided.py`).
         self._shared: WeakKeyDictionary[SharedRows, ContextItems] = WeakKeyDictionary()
         self.merge = merge
+        self.encoders: tuple[str, ...] = ()  # Of the model: their rows are merged.
+        self._kept_of_merge: tuple[Any, tuple[str, ...], int | None] = None, (), None
         if merge is not None:
             check_callback("merge", "merge", merge)
         self._blocks = tuple(wrap_blocks(causal_lm, self._text.layers))
@@ -192,6 +195,15 @@ class Backbone(nn.Module):
     def text(self) -> TextModel:
         """Where the parts of the causal LM are."""
         return self._text
+
+    @property
+    def kept_of_merge(self) -> int | None:
+        """Elements of a row that a merge of the user's own keeps (`merge_kept.py`); None where that is not known."""
+        key = self.merge, self.encoders
+        if self.merge is not None and self._kept_of_merge[:2] != key:
+            merged = [name for name in self.encoders if name not in self.keys]
+            self._kept_of_merge = *key, kept_of_merge(self.merge, self.dim, merged)
+        return self._kept_of_merge[2]
 
     @property
     def max_rows(self) -> int | None:

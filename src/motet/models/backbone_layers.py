@@ -37,7 +37,13 @@ def backbone_layers(backbone: Backbone) -> list[LayerModules]:
         LayerModules(final_norm(hidden, backbone.norm, trainable=any_trainable(text.norm)), (text.norm,)),
         LayerModules(head(vocab_size, hidden, tied=text.is_tied, trainable=any_trainable(output)), (output,)),
     ]
-    return list(map(as_it_learns, layers))
+    layers = list(map(as_it_learns, layers))
+    if (kept := backbone.kept_of_merge) is not None:
+        # A merge without modules is no layer: what it keeps is with the embeddings that it is given.
+        at = next((number for number, each in enumerate(layers) if each.layer.kind == "merge"), 0)
+        of_layers = layers[at].layer.activation_width if at == 0 else 0
+        layers[at] = layers[at]._replace(layer=replace(layers[at].layer, activation_width=of_layers + kept))
+    return layers
 
 
 def window_of(backbone: Backbone, attention: nn.Module) -> int | None:

@@ -23,6 +23,9 @@ from motet.dropout import draws_by_item, in_block
 Halves = tuple[()] | tuple[Callable[..., Tensor], Callable[..., Tensor]]
 """The attention and the MLP of a layer: functions of the layer, and of what it is called with."""
 
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+"""The attributes of a module that have the hooks on its passes."""
+
 
 class Block(nn.Module):
     """A wrapper of one layer with the same call; the first positional argument is the hidden states.
@@ -104,8 +107,7 @@ class Block(nn.Module):
 
 def hooks_passes(module: nn.Module) -> bool:
     """Whether a module itself has a hook on its forward or backward pass."""
-    kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-    return any(getattr(module, kind, None) for kind in kinds)
+    return any(getattr(module, kind, None) for kind in HOOKS)
 
 
 def is_called_otherwise(module: nn.Module) -> bool:

@@ -1,7 +1,8 @@
 """A trained MLLM as directories that transformers reads: safetensors and config.json for each module.
 
 directory/backbone/                   AutoModelForCausalLM.from_pretrained
-directory/encoders/<name>/            the family's HF class; only model.safetensors for a user's own module
+directory/encoders/<name>/            the family's HF class; only model.safetensors for a user's own module; with
+                                      preprocessor_config.json, if it is given
 directory/adapters/backbone/, adapters/encoders/<name>/    peft.PeftModel.from_pretrained, on top of such a model
 directory/projectors/<name>.safetensors
 directory/generators/<name>/model.safetensors    with the output projector; generators/queries.safetensors
@@ -17,6 +18,7 @@ Everything is checked before anything is written. The directory gets its name wh
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +35,7 @@ from transformers import PreTrainedModel
 from motet.core.errors import UserError
 from motet.models.block import plain_names
 from motet.models.config_file import quiet_transformers
+from motet.models.copied_files import copy_beside_weights
 from motet.models.denoiser import Denoiser
 from motet.models.diffusers_directory import write_model
 from motet.models.families.shaped import ShapedCausalLM
@@ -46,12 +49,6 @@ _ADAPTERS = "adapters"
 CARD, MADE_BY = "README.md", "Trained by Motet"
 """The file of a model card, and words in it by which an export is known."""
 
-_NO_TOKENIZER = (
-    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.ckpt"),
-    *("*.index.json", ".git", ".cache"),
-)
-"""What of a directory is not copied with its tokenizer: weights, which would be those from before."""
-
 AdapterForm = Literal["saved", "merged"]
 
 
@@ -63,6 +60,7 @@ def export_hf(
     *,
     adapter: AdapterForm = "saved",
     bases: Mapping[str, Path] = MappingProxyType({}),
+    processors: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     card: str = "",
 ) -> None:
     """Write every module of `mllm` to `directory` in the dtype of the weights, in place of an earlier export there.
@@ -70,6 +68,7 @@ def export_hf(
     state_dict: whole tensors under the names of mllm.state_dict(); default: those of `mllm`, which then must not be
                 sharded.
     tokenizer:  a directory to copy as well, without weights that lie in it.
+    processors: encoder -> what preprocessor_config.json beside it is to say.
     adapter:    LoRA adapters are "saved" beside the weights that they change, or "merged" into them.
     bases:      part -> directory that has its weights without adapters. Those of a part whose adapters are saved are
                 not written once more.
@@ -101,6 +100,9 @@ def export_hf(
         for part in (part for part in without if part.path not in left_out):
             if part.is_hf:
                 _write_model(part, fresh[part.path], target / part.path)
+                if part.name in processors:
+                    text = json.dumps(processors[part.name], indent=2)
+                    (target / part.path / "preprocessor_config.json").write_text(text + "\n")
             elif part.weights:
                 if part.is_diffusers:
                     write_model(part.module, part.weights, target / part.path)
@@ -113,7 +115,7 @@ def export_hf(
             if isinstance(noise := getattr(generator.generator, "noise", None), SchedulerNoise):
                 noise.write(target / "generators" / name / "scheduler")
         if tokenizer is not None:
-            shutil.copytree(tokenizer, target / "tokenizer", ignore=shutil.ignore_patterns(*_NO_TOKENIZER))
+            copy_beside_weights(tokenizer, target / "tokenizer")
         if card:
             (target / CARD).write_text(_card(without, {part.path for part in adapted}, left_out, bases, card))
 

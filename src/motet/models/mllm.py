@@ -26,6 +26,7 @@ class MLLM(nn.Module):
         super().__init__()
         self.encoders = nn.ModuleDict(encoders)
         self.backbone = backbone
+        backbone.encoders = tuple(encoders)
         self.generators = nn.ModuleDict(generators or {})
 
     @property

@@ -31,6 +31,7 @@ from motet.models.mllm import MLLM
 from motet.models.spec import model_spec
 from motet.planner.job import Job
 from motet.planning.elementwise import mixes
+from motet.planning.own_calls import HOOK_ON_WEIGHT, has_hooks
 from motet.planning.parallel_mllm import ParallelMLLM, lengths_of_batch
 from motet.planning.plan_first import fastest_plan
 from motet.planning.sources import plan_at
@@ -109,11 +110,8 @@ def _check_model(mllm: nn.Module) -> None:
                     f"motet.apply: {other!r} and {name!r} have weights in common, which would be on different ranks "
                     "under a plan: give each its own, as by copy.deepcopy."
                 )
-    if hooked := next((name for name, weight in weights.items() if _has_hooks(weight)), ""):
-        raise UserError(
-            f"motet.apply: {hooked} has a hook on its gradient, which a plan may compute elsewhere, in parts and by "
-            "microbatches: remove it."
-        )
+    if hooked := next((name for name, weight in weights.items() if has_hooks(weight)), ""):
+        raise UserError(f"motet.apply: {hooked} {HOOK_ON_WEIGHT}")
     if hooked := next((name for name in _around_blocks(mllm, modules) if is_called_otherwise(modules[name])), None):
         raise UserError(
             f"motet.apply: {hooked} has a hook on its forward or backward pass, or a forward of its own, which would "
@@ -155,10 +153,6 @@ def _around_blocks(mllm: MLLM, modules: Mapping[str, nn.Module]) -> Iterator[str
         is_read = name.startswith(("backbone.causal_lm.", *read)) and id(each) not in called
         if name and not is_whole and (is_read or next(each.children(), None) is not None):
             yield name
-
-
-def _has_hooks(weight: nn.Parameter) -> bool:
-    return any(getattr(weight, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
 
 
 def _depends_on_batch(module: nn.Module) -> str:

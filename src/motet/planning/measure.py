@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from operator import methodcaller
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ from motet.core.plan import Plan
 from motet.core.words import counted_words
 from motet.cost.profile import PROFILE_FILE
 from motet.data.order import ListedOrder
-from motet.dispatch import BalanceConfig, RankBatch
+from motet.dispatch import BalanceConfig
 from motet.planner.candidate import Pins, predict_candidate, size_words
 from motet.planner.command import PlanOutputs, find_plans, write_outputs
 from motet.planner.evaluation import Quota
@@ -177,9 +178,8 @@ def run_steps(meeting: Meeting, steps: Steps) -> MeasuredSteps:
         job = build_job(recipe, world, "never", lambda _: None, cleanup, chosen)
         job.model.train()
         schedule = StepRange(0, 1, recipe.run.batch_size, job.num_microbatches, 0, 0)
-        pin = RankBatch.pin_memory if world.device.type == "cuda" else None
-        order = ListedOrder(steps.examples)
-        with Feed(order, job.loading, job.mesh.host_everyone, schedule, recipe.data, prepare=pin) as feed:
+        order, ready = ListedOrder(steps.examples), methodcaller("ready_for", world.device)
+        with Feed(order, job.loading, job.mesh.host_everyone, schedule, recipe.data, prepare=ready) as feed:
             loaded = job.drawn(0, feed.next_step())
         seconds = []
         for _ in range(WARM_UP + REPEATS):

@@ -25,6 +25,7 @@ from motet.dispatch.loaded import LoadedTables, Measure, tables_of
 from motet.dropout import drops_out, example_keys, step_seed
 from motet.models.export import export_hf
 from motet.models.mllm import MLLM
+from motet.planning.own_calls import OwnCalls
 from motet.runtime.mesh import build_mesh
 from motet.runtime.place import Place
 from motet.runtime.step import StepResult
@@ -83,6 +84,9 @@ class ParallelMLLM:
         mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
         self._step, self.optimizer = build_part(model, plan.model, place, part, mesh, world)
         self._weights = _weights(model)
+        spans = [span for of_stage in self._step.spans.values() for span in of_stage]
+        in_halves = any(span.begins_inside or span.ends_inside for span in spans)
+        self._calls = OwnCalls(model, lambda block: not (in_halves and block.halves))
         self._buffers, self._are_checked = Buffers(model), False
         self._has_failed = False
         self._lines: dict[Path, list[str]] = {}  # Of each folder, resolved, the checkpoints that led here.
@@ -244,6 +248,7 @@ class ParallelMLLM:
         unexpected: Exception | None = None
         try:
             _check_examples(batch)
+            self._calls.check()
             self._check_weights()
             self._check_learns()
             if what == "step":
@@ -323,7 +328,8 @@ class ParallelMLLM:
         return [self._microbatch(number, part, batch) for number, part in enumerate(decide(lengths).microbatches)]
 
     def _microbatch(self, number: int, part: DecidedMicrobatch, batch: Sequence[LoadedExample]) -> RankBatch:
-        made = stages_of_examples(number, part, batch, self._needs).to(self._world.device)
+        device, loaded = self._world.device, stages_of_examples(number, part, batch, self._needs)
+        made = loaded.ready_for(device).to(device, non_blocking=True)
         if not self._draws_by_item:
             return made
         keys = example_keys(self._seed, self.num_steps, part.examples)

@@ -41,7 +41,7 @@ class Exchanges:
 
     def arrived(self, key: PassKey) -> Tensor | None:
         """What moves by the name `key`, as the next stage takes it in; None if nothing was made of it."""
-        if key in self._made(key) and key not in self._tensors.arrived:
+        if key in self._tensors.outputs:
             self._send(key, None)
         if self._has_backward(key):
             return self._tensors.arrived.get(key)  # Kept: `returned` reads its gradient.
@@ -71,16 +71,10 @@ class Exchanges:
     def _has_backward(self, key: PassKey) -> bool:
         return (self._source(key[0]), key[1]) in self._program.has_backward
 
-    def _made(self, key: PassKey) -> dict[PassKey, Tensor]:
-        """Where what moves is, before it does."""
-        return self._tensors.outputs if self._source(key[0]) == key[0] else self._tensors.conditions
-
     def _send(self, key: PassKey, group: dist.ProcessGroup | None) -> None:
         """Move an output forward. group: None if the Program has no exchange, so that no row may leave its rank."""
-        has_backward, made = self._has_backward(key), self._made(key)
-        output = made[key] if has_backward else made.pop(key)
-        moved = self._move(output.detach(), self._route(key), group)
-        self._tensors.arrived[key] = moved.requires_grad_(has_backward)
+        moved = self._move(self._tensors.outputs.pop(key), self._route(key), group)
+        self._tensors.arrived[key] = moved.requires_grad_(self._has_backward(key))
 
     def _send_back(self, key: PassKey, group: dist.ProcessGroup | None) -> None:
         """Move the gradient of an output back to the stage that made the output."""

@@ -18,6 +18,7 @@ from motet.runtime.fsdp import end_of_step, recompute_first, sum_over_shard_grou
 from motet.runtime.mesh import Mesh
 from motet.runtime.replicas import ReplicatedGradients
 from motet.runtime.stage import BackboneModule, EncoderModule, ExecutableStage, GeneratorPart, Model, generators_of
+from motet.runtime.tensors import Root
 
 
 class _ModuleStage:
@@ -43,14 +44,14 @@ class _ModuleStage:
         if batch.recompute is not None:
             recompute_first(self._module, batch.recompute.get(self._phase, 0))
 
-    def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], *, is_last: bool) -> None:
+    def backward(self, roots: Sequence[Root], gradients: Sequence[Tensor], *, is_last: bool) -> None:
         """Run the backward pass of one microbatch; the last one of a step sums gradients over ranks."""
         if self._once_a_step:
             end_of_step(self._module, is_last)
         if self._is_hybrid:
             sum_over_shard_groups(self._module, is_last)
         with self._gradients.summed() if self._gradients is not None and is_last else nullcontext():
-            torch.autograd.backward(outputs, gradients)
+            torch.autograd.backward([root.edge for root in roots], gradients)
 
 
 class EncoderStage(_ModuleStage):

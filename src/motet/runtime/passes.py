@@ -15,7 +15,7 @@ from motet.dispatch.batch import RankBatch
 from motet.runtime.exchanges import Exchanges
 from motet.runtime.executor import Handler, RankProgram
 from motet.runtime.stage import ExecutableStage
-from motet.runtime.tensors import Tensors
+from motet.runtime.tensors import Root, Tensors
 from motet.schedule.program import Action, Kind
 
 
@@ -61,23 +61,28 @@ class StagePasses:
         with torch.set_grad_enabled(has_backward):
             output = self._stages[stage].forward(self._batches[microbatch], inputs)
         module = self._program.modules[stage]
-        if has_backward or (stage in self._program.feeding and module != BACKBONE):
-            self._tensors.outputs[stage, microbatch] = output
+        if stage in self._program.feeding and module != BACKBONE:
+            self._tensors.outputs[stage, microbatch] = output.detach()
+        if has_backward:
+            self._tensors.roots[stage, microbatch] = Root.of(output)
         for name, rows in self._stages[stage].conditions().items():
             if self._batches[microbatch].has(name):
-                self._tensors.conditions[self._fed_by_backbone[name], microbatch] = rows
+                key = self._fed_by_backbone[name], microbatch
+                self._tensors.outputs[key] = rows.detach()
+                if has_backward:
+                    self._tensors.conditions[key] = Root.of(rows)
 
     def _backward(self, action: Action) -> None:
         """Run a stage's backward pass from the gradient that came back, or from the loss."""
         stage, microbatch = action.stage, action.microbatch
-        module, outputs = self._program.modules[stage], [self._tensors.outputs.pop((stage, microbatch))]
+        module, roots = self._program.modules[stage], [self._tensors.roots.pop((stage, microbatch))]
         if (loss_gradient := self._loss_gradients.get(module)) is not None:
-            gradients = [torch.full_like(outputs[0], loss_gradient)]
+            gradients = [roots[0].filled(loss_gradient)]
         else:
             gradients = [self._exchanges.returned((stage, microbatch))]
         for fed in self._fed_by_backbone.values() if module == BACKBONE else ():
             if (given := self._tensors.conditions.pop((fed, microbatch), None)) is not None:
-                outputs.append(given)
+                roots.append(given)
                 gradients.append(self._exchanges.returned((fed, microbatch)))
         is_last = self._program.last_backward[stage] == microbatch
-        self._stages[stage].backward(outputs, gradients, is_last=is_last)
+        self._stages[stage].backward(roots, gradients, is_last=is_last)

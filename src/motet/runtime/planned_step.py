@@ -297,9 +297,8 @@ class _RunningPlan:
         if action.part <= 0:
             gradients = self.gathering.gradients(*key, gradients)
         for run in runs:
-            if run.section.takes_loss:
-                assert run.output is not None, "what takes a loss is not recomputed"
-                gradients[run.section.output] = torch.full_like(run.output, run.section.loss_gradient)
+            if run.section.takes_loss and run.root is not None:
+                gradients[run.section.output] = run.root.filled(run.section.loss_gradient)
         self.step.held.use(action.stage)
         # Programs have no R of encoders in bubbles: their B recomputes, and is priced so.
         self.stages[action.stage].recompute(self.batches[action.microbatch], runs)

@@ -24,6 +24,7 @@ from motet.dispatch.batch import PackedSequences, RankBatch
 from motet.dispatch.shared_items import SharedItems
 from motet.dropout import drawing
 from motet.runtime.stage import Model, modules_by_phase
+from motet.runtime.tensors import Root
 from motet.schedule import PlannedStage, parts_of
 
 
@@ -324,14 +325,19 @@ def halved(module: CuttableEncoder, span: BlockSpan) -> Iterator[None]:
 class SectionRun:
     """A section that ran on a microbatch and waits for its backward pass.
 
-    taken:  its inputs, leaves of its graph. output: with the graph; None until R, if the section is recomputed.
-    random: states of random number generators before it ran, if it is recomputed.
+    taken:  its inputs, leaves of its graph.
+    root:   of its output; None if that requires no gradient, and until R, if the section is recomputed.
+    random: until R, states of random number generators before it ran; empty if it is not recomputed.
     """
 
     section: Section
     taken: dict[str, Tensor]
-    output: Tensor | None
+    root: Root | None = None
     random: list[Tensor] = field(default_factory=list)
+
+    def made(self, output: Tensor) -> None:
+        """The section ran with a graph, which backward enters by its output."""
+        self.root = Root.of(output) if output.requires_grad else None
 
 
 class SectionedStage:
@@ -359,7 +365,7 @@ class SectionedStage:
                 continue
             if span.module in section.taken and span.module not in taken and section.without_rows is not None:
                 taken[span.module] = _leaf(section.without_rows)  # A message without rows is none.
-            run = SectionRun(section, taken, None)
+            run = SectionRun(section, taken)
             has_backward = self._has_backward and span.has_backward
             keeps_graph = has_backward and not span.is_recomputed
             if has_backward and span.is_recomputed:
@@ -367,7 +373,7 @@ class SectionedStage:
             with torch.set_grad_enabled(keeps_graph):
                 output = section.run(batch, run.taken)
             if keeps_graph:
-                run.output = output
+                run.made(output)
             elif has_backward:
                 output.requires_grad_(span.is_trainable or any(leaf.requires_grad for leaf in run.taken.values()))
             if has_backward:
@@ -378,13 +384,14 @@ class SectionedStage:
     def recompute(self, batch: RankBatch, runs: Sequence[SectionRun]) -> None:
         """Run sections again whose output was not kept, with a graph, and with the same random numbers."""
         for run in runs:
-            if run.output is None:
+            if run.random:
                 devices = [self._device] if self._device.type == "cuda" else []
                 with torch.random.fork_rng(devices), torch.enable_grad():
                     torch.set_rng_state(run.random[0])
                     if devices:
                         torch.cuda.set_rng_state(run.random[1], self._device)
-                    run.output = run.section.run(batch, run.taken, is_again=True)
+                    run.made(run.section.run(batch, run.taken, is_again=True))
+                run.random = []
 
     def backward(
         self,
@@ -398,15 +405,14 @@ class SectionedStage:
                    logits, which are larger than all that the stage keeps for backward (`Layer.defers_weights`).
         """
         for run in reversed(runs):
-            gradient, output = gradients.pop(run.section.output, None), run.output
-            assert output is not None, "a section that is recomputed runs before its backward pass"
-            if gradient is None:
+            assert not run.random, "a section that is recomputed runs before its backward pass"
+            gradient = gradients.pop(run.section.output, None)
+            if run.root is not None:
                 # A message without rows is none, and in the pass other ranks wait for this one, which has no row of
                 # what they share. Of a copy of a replicated encoder that nothing takes in, it runs as predicted.
-                gradient = torch.zeros_like(output)
-            if output.requires_grad:
+                gradient = run.root.filled(0.0) if gradient is None else gradient
                 with nullcontext() if run.section.sees_targets else deferring():
-                    torch.autograd.backward(output, gradient)
+                    torch.autograd.backward([run.root.edge], [gradient])
             for name, leaf in run.taken.items():
                 if leaf.requires_grad:
                     own = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

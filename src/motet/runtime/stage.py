@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from motet.core.arrays import Int64Array
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import PackedSequences, RankBatch
+from motet.runtime.tensors import Root
 
 
 class ExecutableStage(Protocol):
@@ -24,7 +25,7 @@ class ExecutableStage(Protocol):
     def conditions(self) -> dict[str, Tensor]:
         """What the last forward pass gives each generator, beside its output; handed over once."""
 
-    def backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], *, is_last: bool) -> None:
+    def backward(self, roots: Sequence[Root], gradients: Sequence[Tensor], *, is_last: bool) -> None:
         """Run the backward pass from outputs. is_last: it is the stage's last backward pass in the step."""
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 if TYPE_CHECKING:
     from motet.runtime.deferred import WeightProduct
@@ -15,26 +17,51 @@ PassKey: TypeAlias = tuple[int, int]
 """(stage, microbatch) of a forward pass."""
 
 
+class Root(NamedTuple):
+    """Where a backward pass begins: an output that requires a gradient, without its elements.
+
+    Who takes the output in has them. Who made it would hold them until its backward pass, which does not read them.
+
+    edge: into the output's graph. like: a tensor of its shape and type, without memory.
+    """
+
+    edge: GradientEdge
+    like: Tensor
+    device: torch.device
+
+    @classmethod
+    def of(cls, output: Tensor) -> Root:
+        """Of an output with its graph. Raises RuntimeError for one that requires no gradient."""
+        return cls(get_gradient_edge(output), torch.empty_like(output, device="meta"), output.device)
+
+    def filled(self, value: float) -> Tensor:
+        """A gradient of the output, each element of which is `value`."""
+        return torch.full_like(self.like, value, device=self.device)
+
+
 @dataclass
 class Tensors:
     """Tensors by the forward pass that made the output.
 
-    outputs:   outputs of forward passes, with their graph if a backward pass follows.
-    conditions: what the backbone gives a generator, likewise, by the generator's pass.
-    arrived:   the same outputs, and conditions, at the stage that takes them in: detached, and requiring a gradient if
+    outputs:   what is to move: outputs of encoders' passes, and what the backbone gives a generator, by the generator's
+               pass; without a graph.
+    roots:     of outputs of forward passes that a backward pass follows.
+    conditions: of what the backbone gives a generator, likewise, by the generator's pass.
+    arrived:   outputs, and what generators are given, at the stage that takes them in; they require a gradient if
                the pass that made them has a backward pass.
     gradients: gradients of outputs, back at the stage that made the output.
     """
 
     outputs: dict[PassKey, Tensor] = field(default_factory=dict)
-    conditions: dict[PassKey, Tensor] = field(default_factory=dict)
+    roots: dict[PassKey, Root] = field(default_factory=dict)
+    conditions: dict[PassKey, Root] = field(default_factory=dict)
     arrived: dict[PassKey, Tensor] = field(default_factory=dict)
     gradients: dict[PassKey, Tensor] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
         """Whether no tensor is left, as after a whole step."""
-        return not (self.outputs or self.conditions or self.arrived or self.gradients)
+        return not (self.outputs or self.roots or self.conditions or self.arrived or self.gradients)
 
 
 @dataclass

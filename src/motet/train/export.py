@@ -26,6 +26,7 @@ from motet.models.mllm import MLLM
 from motet.models.whole.adapter import check_one_adapter
 from motet.models.whole.export import export_whole
 from motet.train.checkpoint.contents import Progress
+from motet.train.processors import processors_of
 from motet.train.world import World
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ def write_export(model: MLLM, recipe: Recipe, folder: Path, state: Mapping[str, 
         # Of a part that is not there, the frozen weights are those of run.start, not those of its path.
         beside, adapter = progress.beside or {}, recipe.export.adapter
         bases = {name: path for name, path in recipe.modules.paths.items() if name in beside}
-        export_hf(model, folder, state, recipe.data.tokenizer, adapter=adapter, bases=bases, card=card)
+        beside_weights = {"bases": bases, "processors": processors_of(recipe)}
+        export_hf(model, folder, state, recipe.data.tokenizer, adapter=adapter, card=card, **beside_weights)
         return
     export_whole(recipe.directory, model, folder, state, card, recipe.export.adapter)
 

@@ -298,8 +298,7 @@ class _Run:
 
     def _prepared(self, batch: RankBatch) -> RankBatch:
         """A loaded microbatch, ready to be computed; in the prefetch thread."""
-        decided = self.job.recomputation.of_rank(batch, self.job.mesh.rank)
-        return decided.pin_memory() if self.world.device.type == "cuda" else decided
+        return self.job.recomputation.of_rank(batch, self.job.mesh.rank).ready_for(self.world.device)
 
     def _corrected(self, fed: StepInput) -> StepInput:
         """The input, with what is recomputed decided by the newest correction: some was prefetched before it."""

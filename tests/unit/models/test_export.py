@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, WhisperConfig
+from transformers import AutoImageProcessor, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, WhisperConfig
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from motet.core.errors import UserError
@@ -221,6 +221,14 @@ def test_nothing_that_has_weights_is_left_out(tiny, tmp_path):
     assert torch.equal(stored["encoders/image/model tied.weight"], mllm.encoders["image"].encoder.norm.weight)
 
 
+def test_what_makes_rows_of_images_goes_along(tiny, tmp_path):
+    mllm = a_model(tiny, image={"family": "siglip", "config": tiny.encoders["siglip"]})
+    said = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 32, "width": 32}}
+    export_hf(mllm, tmp_path / "export", processors={"image": said})
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "export" / "encoders" / "image")
+    assert (processor.size["height"], processor.size["width"]) == (32, 32)
+
+
 def test_how_to_generate_and_the_tokenizer_go_along(tiny, tmp_path):
     mllm = a_model(tiny)
     # As in Llama 2's own directory, which transformers reads and would not write.
@@ -229,9 +237,15 @@ def test_how_to_generate_and_the_tokenizer_go_along(tiny, tmp_path):
     (tmp_path / "words").mkdir()
     (tmp_path / "words" / "tokenizer.json").write_text("{}")
     # As a rule it is the directory of a model: its weights are those from before.
-    for weights in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "original/consolidated.00.pth"):
-        (tmp_path / "words" / weights).parent.mkdir(exist_ok=True)
-        (tmp_path / "words" / weights).write_text("old")
+    weights = (
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "original/consolidated.00.pth",
+        "w.npz",
+    )
+    for name in weights:
+        (tmp_path / "words" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "words" / name).write_text("old")
     export_hf(mllm, tmp_path / "export", tokenizer=tmp_path / "words")
     stored = json.loads((tmp_path / "export" / "backbone" / "generation_config.json").read_text())
     assert (stored["temperature"], stored["eos_token_id"]) == (0.9, [2, 7])

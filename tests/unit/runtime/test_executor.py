@@ -53,9 +53,9 @@ class Module:
     def conditions(self):
         return {}
 
-    def backward(self, outputs, gradients, *, is_last):
+    def backward(self, roots, gradients, *, is_last):
         self.calls.append((f"B {self.name}", is_last))
-        torch.autograd.backward(outputs, gradients)
+        torch.autograd.backward([root.edge for root in roots], gradients)
 
 
 def local(num_rows):

@@ -8,7 +8,6 @@ would be those from before.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from motet.core.errors import UserError
 from motet.models.block import plain_names
+from motet.models.copied_files import copy_beside_weights
 from motet.models.export import CARD, MADE_BY, AdapterForm, in_place_of, model_card
 from motet.models.load import INDEX
 from motet.models.lora_saved import merged, without_lora
@@ -27,10 +27,8 @@ from motet.models.named_weights import is_lora
 from motet.models.whole.adapter import ADAPTER, WholeAdapter, beside
 from motet.models.whole.directory import WholeDirectory
 
-_COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _VOICES = "spk_dict.pt"
 """The voices of Qwen2.5-Omni, without which transformers does not read its directory."""
-_FOLDERS = ("additional_chat_templates",)
 
 
 def export_whole(
@@ -103,11 +101,7 @@ def _changed(directory: WholeDirectory, weights: Mapping[str, Tensor]) -> dict[s
 
 
 def _write_directory(directory: WholeDirectory, changed: Mapping[str, Tensor], target: Path) -> None:
-    for path in sorted(directory.path.iterdir()):
-        if path.is_dir() and path.name in _FOLDERS:
-            shutil.copytree(path, target / path.name)
-        elif path.is_file() and _is_copied(path.name):
-            shutil.copyfile(path, target / path.name)
+    copy_beside_weights(directory.path, target, also=(INDEX, _VOICES))
     for file, keys in directory.keys.items():
         _write_weights(file, keys, changed, target / file.name)
 
@@ -119,13 +113,6 @@ def _may_replace(folder: Path) -> bool:
     return folder.is_dir() and (
         not any(folder.iterdir()) or (card.is_file() and MADE_BY in card.read_text(errors="replace"))
     )
-
-
-def _is_copied(name: str) -> bool:
-    """Whether a file is none of weights, nor an index of such in another format."""
-    if name.endswith(".index.json"):
-        return name == INDEX
-    return name.endswith(_COPIED) or name == _VOICES or name.upper().startswith(("LICENSE", "NOTICE"))
 
 
 def _write_weights(file: Path, keys: Mapping[str, str], changed: Mapping[str, Tensor], target: Path) -> None:

@@ -19,17 +19,14 @@ from torch.func import functional_call
 
 from motet.core.errors import UserError
 from motet.core.modalities import IMAGE
-from motet.core.text_files import read_optional_object
 from motet.data.transforms import Transform
 from motet.models.contract import AudioRows, ImageRows
 from motet.models.generator import GeneratorModule
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
 from motet.train.input.latents import LatentTransform
+from motet.train.processors import preprocessed
 from motet.train.recipe.recipe import Recipe
-
-_FILES = {"preprocessor_config.json": None, "processor_config.json": ("image_processor", "feature_extractor")}
-"""HF's files with options of preprocessing, and the tables in the file that may have them; None: the file itself."""
 
 _PREPROCESSED = {
     "image": {"mean": "image_mean", "std": "image_std", "resample": "resample"},
@@ -121,7 +118,7 @@ def _check_takes(name: str, key: str, transform: Transform, module: ModalityModu
 
 
 def _check_preprocessed(name: str, transform: Transform, path: Path) -> None:
-    for file, stored in _preprocessed(path):
+    for file, stored in preprocessed(path):
         if stored.get("do_normalize") is False:
             stored = stored | {"image_mean": 0.0, "image_std": 1.0}
         if stored.get("do_resize") is False or stored.get("resample") is None:
@@ -175,16 +172,6 @@ def _equal(made: float | tuple[float, ...], stored: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return np.allclose(ours, theirs, rtol=1e-3, atol=1e-6)
-
-
-def _preprocessed(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """What HF's files in a directory say that media become, with the name of the file."""
-    found = []
-    for name, tables in _FILES.items():
-        stored = read_optional_object(path / name)
-        parts = [stored] if tables is None else [stored.get(table) for table in tables]
-        found += [(name, part) for part in parts if isinstance(part, dict)]
-    return found
 
 
 def _run(name: str, key: str, transform: Transform, module: ModalityModule) -> None:
