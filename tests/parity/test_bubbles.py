@@ -242,6 +242,38 @@ OWN = {
 """Fewer ranks share products of an encoder than of the backbone, or its sequences, and deal out its items."""
 
 
+def sharing(case, zero, **options):
+    """The case with gradients of encoders (ZeRO 2) or also their parameters (3) shared out in each microbatch."""
+    backbone, *encoders = case.units
+    own = [
+        unit if unit.first_rank else replace(unit, zero=zero, shard_size=unit.dp * unit.pp // backbone.pp)
+        for unit in encoders
+    ]
+    return replace(case, units=(backbone, *own), **options)
+
+
+ONE_PIPELINE = (cut("image", 1, 2), cut("audio", 1, 1))
+SHARING = {
+    4: [
+        sharing(beside(LLM, IMAGE, AUDIO, dp=2, zero=1, batch_size=12, tied=True), 3),
+        sharing(beside(LLM, *ONE_PIPELINE, dp=2, zero=3, batch_size=12, frozen=("image encoder",)), 2),
+        sharing(beside(LLM, IMAGE, AUDIO, dp=2, batch_size=12, recompute=RECOMPUTE, blocking=True), 3),
+        sharing(beside(LLM, BOTH, dp=2, zero=1, batch_size=16, microbatch_size=2, frozen=("image",)), 3, left_out=0.2),
+        sharing(by_step(beside(LLM, IMAGE, AUDIO, dp=2, zero=1, batch_size=12, dropout=0.2), fill_seed=1), 3),
+        sharing(by_step(beside(LLM, IMAGE, cut("audio", 1, 1), dp=2, zero=2, batch_size=12, blocking=True)), 2),
+        # Groups of ranks deal out the items of a microbatch, and share the encoder out.
+        sharing(with_own((IMAGE, 1, 2), (cut("audio", 1, 1), 1, 1), pp=2, microbatch_size=2, dropout=0.2), 3),
+        sharing(beside(LLM, IMAGE, AUDIO, dp=2, batch_size=12, fill_seed=3, is_mixed=True), 3),
+    ],
+    5: [
+        sharing(beside(LLM, IMAGE, dp=2, batch_size=12, beside=AUDIO), 3),
+        sharing(by_step(beside(LLM, IMAGE, dp=2, zero=2, batch_size=12, beside=AUDIO)), 3),
+    ],
+    8: [sharing(shared(beside(LLM, IMAGE, AUDIO, dp=2, batch_size=12)), 3)],
+}
+"""ZeRO 2 and 3 over ranks that take the same microbatches."""
+
+
 def programs_of(case, rank=0):
     """The Programs of the steps of a case, for the island of a rank."""
     encoders, place = build_hf_model().encoders, Place.of(case.plan(), rank)
@@ -293,6 +325,11 @@ def test_encoders_beside_ranks_that_share_sequences_or_experts_equal_one_process
 
 @pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(OWN, {2: (0, 1), 4: (0,)}))
 def test_encoders_with_degrees_of_their_own_equal_one_process(num_ranks, cases):
+    assert_planned(num_ranks, cases)
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(SHARING, {4: (0, 5)}))
+def test_encoders_that_are_shared_out_in_each_microbatch_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)
 
 

@@ -60,7 +60,14 @@ WRONG = {
     ],
     "unit 'llm' is on ranks 63 to 64; the cluster has ranks 0 to 63": [ENCODERS, replace(LLM, first_rank=63)],
     "unit 'image' has 1 rank and shares some with the backbone, which has 2": [replace(COLOCATED, dp=1), FIRST],
-    "unit 'image': zero is 3; it must be 0 or 1, because replicas in bubbles": [replace(COLOCATED, zero=3), FIRST],
+    "zero is 3, over 2 replicas, and 2 pipelines in bubbles take different microbatches; set zero to 0 or 1": [
+        replace(COLOCATED, zero=3),
+        FIRST,
+    ],
+    "over 4 replicas, and 2 pipelines in bubbles .*; set shard_size to 2, or to what divides it, or zero to 0 or 1": [
+        replace(COLOCATED, zero=2, dp=4),
+        replace(FIRST, dp=2),
+    ],
     "so its pp .2. and tp . cp .2. must divide the backbone's .4 and 1.": [
         Unit("image", ({"image": 4}, {"audio": 2}), pp=2, tp=2),
         Unit("llm", ({"backbone": 2},) * 4, pp=4),
