@@ -27,6 +27,8 @@ from motet.schedule.dependencies import COLLECTIVES, PARTNERS, Dependencies, par
 from motet.schedule.program import EXCHANGES, FROM_SOURCE, WHOLE_RANK, Action, Kind, Program
 
 _WITHOUT_MICROBATCH = (Kind.GATHER, Kind.GATHER_B, Kind.REDUCE, Kind.NORM, Kind.STEP)
+_Entered = dict[tuple[object, ...], Action]
+"""Event of a collective -> the action by which a rank enters it, in order."""
 _NUM_SHOWN = 6
 """Number of actions of a deadlock that the error names."""
 
@@ -280,7 +282,7 @@ class _Proof:
                 )
                 self._check_alike(ours, theirs, rank, first)
 
-    def _check_alike(self, ours: dict[object, Action], theirs: dict[object, Action], rank: int, first: int) -> None:
+    def _check_alike(self, ours: _Entered, theirs: _Entered, rank: int, first: int) -> None:
         """Two ranks enter the collectives that both of them enter in one order. Keys: events, in order."""
         both = ours.keys() & theirs.keys()
         for our, their in zip((one for one in ours if one in both), (one for one in theirs if one in both)):
