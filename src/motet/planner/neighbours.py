@@ -34,7 +34,7 @@ from motet.planner.infeasible import tensor_degrees
 from motet.planner.job import Job
 from motet.planner.order import is_even
 from motet.planner.stages.partition import partition
-from motet.schedule.plan_units import backbone_unit, recomputed_in, replicas_in_step, units_in_bubbles
+from motet.schedule.plan_units import backbone_unit, recomputed_in, units_in_bubbles
 
 _SAME_STAGES: Mapping[ScheduleKind, ScheduleKind] = {
     "1f1b": "zb_h1",
@@ -134,19 +134,16 @@ def _in_a_v(plan: Plan) -> Iterator[Plan]:
 def _shardings(plan: Plan) -> Iterator[Plan]:
     """Every ZeRO stage of each unit that has several copies of its parameters; in data parallelism also smaller groups.
 
-    A pipeline's unit shards over all of its copies. In bubbles that takes ZeRO 0 or 1, and ZeRO 2 and 3 are over those
-    that take the same microbatches.
+    A pipeline's unit shards over all of its copies.
     """
     for index, unit in enumerate(plan.units):
         if unit.dp * unit.cp == 1:
             continue
         colocated = plan.schedule == "data_parallel"
         groups = divisors(unit.dp)[1:-1] if colocated else ()
-        together = replicas_in_step(plan, unit)
         for zero in get_args(Zero):
-            whole = together if zero > 1 and together < unit.dp else 0
-            for size in (whole, *groups) if zero else (0,):
-                if size != 1 and (zero, size) != (unit.zero, unit.shard_size):
+            for size in (0, *groups) if zero else (0,):
+                if (zero, size) != (unit.zero, unit.shard_size):
                     yield _with_unit(plan, index, replace(unit, zero=zero, shard_size=size))
 
 
