@@ -294,6 +294,24 @@ def test_fills_differ_from_step_to_step():
     assert taken.count(NUM_STEPS) >= 3
 
 
+def test_a_plan_that_leaves_ranks_over_is_decided_as_it_is_written():
+    """Ranks are numbered without those, so that their numbers no longer say which share a node."""
+    case = BY_STEP[4][0]
+    plan = case.plan()
+    units = tuple(replace(unit, first_rank=1) for unit in plan.units)
+    plan = replace(plan, units=units, cluster=replace(plan.cluster, num_nodes=2, ranks_per_node=3))
+    place, encoders = Place.of(plan.closed_up, 0), build_hf_model().encoders
+    decide, expected = StepDecider(place, plan), StepDecider(Place.of(plan, 1))
+    for number in range(NUM_STEPS):
+        lengths = LoadedTables.read([tables_of(case.examples(number), PHASES, encoders)], PHASES).lengths
+        decided = decide(lengths).microbatches[0].decision.program
+        assert decided.program == expected(lengths).microbatches[0].decision.program.program
+        under = place.under(decided)
+        assert under.row.row == decided.program.actions[0]
+        assert {rank for stage in under.program.stages for rank in stage.data_ranks} == set(range(4))
+        assert [stage.microbatches for stage in under.program.stages] == [one.microbatches for one in decided.stages]
+
+
 def test_replicas_that_share_experts_have_one_program_in_each_step():
     """They meet in each pass, and would wait for each other in orders of their own, as those without experts have."""
     for case, are_alike in ((with_experts(REPLICAS, ep=2), True), (REPLICAS, False)):
