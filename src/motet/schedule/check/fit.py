@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from math import gcd
 
 from motet.core.errors import UserError
 from motet.core.limits import check_size
@@ -224,9 +225,11 @@ def _check_ranks(plan: Plan) -> None:
                 f"({unit.tp * unit.cp}) must divide the backbone's ({backbone.pp} and {backbone.tp * backbone.cp})."
             )
         if backbone.tp % unit.tp:
+            tp = gcd(backbone.tp, unit.tp)
             raise UserError(
                 f"unit {unit.name!r} runs on the backbone's ranks with tp {unit.tp}; it must divide the backbone's, "
-                f"{backbone.tp}, as gradients of its rows come to the ranks that share these alone."
+                f"{backbone.tp}, as gradients of its rows come to the ranks that share these alone: let it have tp "
+                f"{tp} and cp {unit.tp * unit.cp // tp}, by which the same ranks share its items."
             )
         together, shards = replicas_in_step(plan, unit), unit.shard_size or unit.dp
         if unit.zero > 1 and together % shards:
