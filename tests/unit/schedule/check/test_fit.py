@@ -256,6 +256,6 @@ def test_what_has_no_experts_shares_none():
 
 def test_an_encoder_in_bubbles_may_have_the_degrees_that_a_refusal_names():
     hosts, encoder = Unit("llm", ({"backbone": 2},) * 4, pp=4, tp=3, cp=4), ({"image": 4, "audio": 2},)
-    with pytest.raises(UserError, match="with tp 6; it must divide the backbone's, 3, .*have tp 3 and cp 4, by"):
+    with pytest.raises(UserError, match=r"with tp 6; it must divide the backbone's, 3, .*have tp 3 and cp 4, by"):
         check_fit(plan(VLM, hosts, Unit("image", encoder, tp=6, cp=2, dp=4)))
     check_fit(plan(VLM, hosts, Unit("image", encoder, tp=3, cp=4, dp=4)))
