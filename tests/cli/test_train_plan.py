@@ -99,7 +99,7 @@ def test_a_unit_that_is_not_trained_yet_is_named_by_its_field(refused, job):
     unit = {**plan["units"][0], "first_rank": 1, "pp": 1, "dp": 3, "stages": [{"image": 2, "audio": 2, "backbone": 3}]}
     nodes = {**plan["cluster"], "num_nodes": 2}
     said = refused(units=[unit], schedule="data_parallel", cluster=nodes, microbatch_size=1)
-    assert "has unlike numbers of ranks on nodes before the last" in said
+    assert "has first_rank 1, inside a node, and ranks on further ones; let it be a node's first rank, which" in said
 
 
 def test_pieces_are_those_of_the_plan_where_ranks_share_products(refused, job):

@@ -33,20 +33,18 @@ def held_and_predicted(rank: int, num_ranks: int, cases, stored, types, precisio
         before = storage_bytes(dtypes)
         step = build_step(case, stored, types)
         step.run(batches_of(case, step.place, build_hf_model(case.frozen, case.tied), 0))
-        held = storage_bytes(dtypes) - before
+        held, stages = storage_bytes(dtypes) - before, step.place.stages.values()
         del step
-        (unit,) = case.units
-        span = {"backbone": (1, 3)} if rank >= 2 else {"image": (0, 3), "audio": (0, 2), "backbone": (0, 1)}
         whole = build_hf_model(case.frozen, case.tied)
-        names = names_of_spans(whole, span)
         shared = next(p for name, p in whole.named_parameters() if name.endswith("embed_tokens.weight"))
         tied = shared.numel() if case.tied else 0
-        sizes = [(p.numel(), p.requires_grad) for name, p in whole.named_parameters() if name in names]
-        counts = sum(size for size, _ in sizes), sum(size for size, is_trainable in sizes if is_trainable)
-        states = (
-            state_bytes(*(count - tied for count in counts), precision=precision, zero=unit.zero, shard_ranks=2),
-            state_bytes(tied, tied, precision=precision),
-        )
+        states = [state_bytes(tied, tied, precision=precision)]
+        for stage in stages:
+            names, not_own = names_of_spans(whole, stage.layers), tied if "backbone" in stage.layers else 0
+            sizes = [(p.numel(), p.requires_grad) for name, p in whole.named_parameters() if name in names]
+            counts = sum(size for size, _ in sizes), sum(size for size, is_trainable in sizes if is_trainable)
+            own = (count - not_own for count in counts)
+            states.append(state_bytes(*own, precision=precision, zero=stage.zero, shard_ranks=stage.shard_size))
         found.append((held, sum(map(sum, states))))
         del whole
         dist.barrier()
@@ -73,7 +71,11 @@ def test_a_rank_holds_what_its_stage_is_said_to_hold(frozen, tied, stored, types
     """In bfloat16, of a frozen parameter too: what passes compute with, and its rows as they were read. Tied embeddings
     are on both stages, whole (`simulate/predict/tied.py`)."""
     units = [(Unit("all", STAGES, pp=2, dp=2, zero=zero),) for zero in range(4)]
-    cases = [PlannedCase(unit, frozen=frozen, tied=tied) for unit in units]
+    llm, image = ({"audio": 2, "backbone": 1}, {"backbone": 2}), ({"image": 3},)
+    units += [
+        (Unit("llm", llm, pp=2, dp=2), Unit("image", image, dp=4, zero=zero, shard_size=2)) for zero in range(1, 4)
+    ]
+    cases = [PlannedCase(unit, frozen=frozen, tied=tied, batch_size=8) for unit in units]
     for of_rank in run_ranks(held_and_predicted, 4, cases, stored, types, precision):
         for held, predicted in of_rank:
             assert held == pytest.approx(predicted, rel=0.02), of_rank  # Some ranks have fewer rows of a weight.

@@ -256,12 +256,19 @@ def as_torchrun_starts(num_ranks, ranks_per_node, *words):
 @pytest.mark.parametrize(
     ("in_stages", "nodes", "first_rank"),
     [
-        (True, 2, 0),
+        (True, 2, 1),
+        pytest.param(True, 2, 0, marks=pytest.mark.slow),
         pytest.param(False, 2, 0, marks=pytest.mark.slow),
         pytest.param(True, 1, 1, marks=pytest.mark.slow),
         pytest.param(False, 2, 2, marks=pytest.mark.slow),
     ],
-    ids=["of the last node", "of the last node, all modules on each", "before others", "a node before others"],
+    ids=[
+        "of the first node",
+        "of the last node",
+        "of the last node, all modules on each",
+        "before others",
+        "a node before others",
+    ],
 )
 def test_ranks_that_a_plan_leaves_over_end_at_once(job, alone, tmp_path, in_stages, nodes, first_rank):
     """Four ranks, as torchrun starts them, under a Plan for three or two."""

@@ -23,6 +23,13 @@ CASES = {
     4: [
         PlannedCase((Unit("all", CUT, pp=2, dp=2, zero=3),)),
         PlannedCase((Unit("all", WHOLE, dp=4, zero=2, shard_size=2),), batch_size=8),
+        PlannedCase(
+            (
+                Unit("llm", ({"audio": 2, "backbone": 1}, {"backbone": 2}), pp=2, dp=2),
+                Unit("image", ({"image": 3},), dp=4, zero=3, shard_size=2),
+            ),
+            batch_size=8,
+        ),
         *(PlannedCase((Unit("all", WHOLE, dp=2, tp=2, zero=zero),), "data_parallel") for zero in (0, 3)),
         *(
             PlannedCase((Unit("all", WHOLE, dp=4, ep=2, zero=zero),), "data_parallel", family="mixtral", batch_size=8)

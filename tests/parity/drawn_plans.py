@@ -185,6 +185,7 @@ def _drawn_case(
     if strategy == "bubbles":
         units = _with_own_degrees(np.random.default_rng((*numbers, crc32(b"own degrees in bubbles"))), units)
         units = _in_context(np.random.default_rng((*numbers, crc32(b"cp in bubbles"))), units)
+        units = _shared_out(np.random.default_rng((*numbers, crc32(b"zero in bubbles"))), units)
     if num_experts := NUM_EXPERTS.get(mixture["family"]):
         of_experts = np.random.default_rng((*numbers, crc32(b"ep")))
         units = tuple(_in_experts(of_experts, unit, num_experts) for unit in units)
@@ -345,6 +346,20 @@ def _with_own_degrees(rng: np.random.Generator, units: tuple[Unit, ...]) -> tupl
         unit if unit is units[0] or unit.tp == 1 or not of else replace(unit, dp=unit.dp * 2 // of["cp"], **of)
         for unit, of in zip(units, own)
     )
+
+
+def _shared_out(rng: np.random.Generator, units: tuple[Unit, ...]) -> tuple[Unit, ...]:
+    """Replicas of half of the encoders beside a backbone that take the same microbatches share out gradients, or also
+    parameters, in each of them."""
+    backbone, *encoders = units
+    found = [backbone]
+    for unit in encoders:
+        together = unit.dp * unit.pp // backbone.pp
+        sizes = [size for size in range(2, together + 1) if together % size == 0]
+        if sizes and rng.random() < 0.5:
+            unit = replace(unit, zero=int(rng.integers(2, 4)), shard_size=int(rng.choice(sizes)))
+        found.append(unit)
+    return tuple(found)
 
 
 def _in_experts(rng: np.random.Generator, unit: Unit, num_experts: int) -> Unit:

@@ -242,6 +242,38 @@ OWN = {
 """Fewer ranks share products of an encoder than of the backbone, or its sequences, and deal out its items."""
 
 
+def sharing(case, zero, **options):
+    """The case with gradients of encoders (ZeRO 2) or also their parameters (3) shared out in each microbatch."""
+    backbone, *encoders = case.units
+    own = [
+        unit if unit.first_rank else replace(unit, zero=zero, shard_size=unit.dp * unit.pp // backbone.pp)
+        for unit in encoders
+    ]
+    return replace(case, units=(backbone, *own), **options)
+
+
+ONE_PIPELINE = (cut("image", 1, 2), cut("audio", 1, 1))
+SHARING = {
+    4: [
+        sharing(beside(LLM, IMAGE, AUDIO, dp=2, zero=1, batch_size=12, tied=True), 3),
+        sharing(beside(LLM, *ONE_PIPELINE, dp=2, zero=3, batch_size=12, frozen=("image encoder",)), 2),
+        sharing(beside(LLM, IMAGE, AUDIO, dp=2, batch_size=12, recompute=RECOMPUTE, blocking=True), 3),
+        sharing(beside(LLM, BOTH, dp=2, zero=1, batch_size=16, microbatch_size=2, frozen=("image",)), 3, left_out=0.2),
+        sharing(by_step(beside(LLM, IMAGE, AUDIO, dp=2, zero=1, batch_size=12, dropout=0.2), fill_seed=1), 3),
+        sharing(by_step(beside(LLM, IMAGE, cut("audio", 1, 1), dp=2, zero=2, batch_size=12, blocking=True)), 2),
+        # Groups of ranks deal out the items of a microbatch, and share the encoder out.
+        sharing(with_own((IMAGE, 1, 2), (cut("audio", 1, 1), 1, 1), pp=2, microbatch_size=2, dropout=0.2), 3),
+        sharing(beside(LLM, IMAGE, AUDIO, dp=2, batch_size=12, fill_seed=3, is_mixed=True), 3),
+    ],
+    5: [
+        sharing(beside(LLM, IMAGE, dp=2, batch_size=12, beside=AUDIO), 3),
+        sharing(by_step(beside(LLM, IMAGE, dp=2, zero=2, batch_size=12, beside=AUDIO)), 3),
+    ],
+    8: [sharing(shared(beside(LLM, IMAGE, AUDIO, dp=2, batch_size=12)), 3)],
+}
+"""ZeRO 2 and 3 over ranks that take the same microbatches."""
+
+
 def programs_of(case, rank=0):
     """The Programs of the steps of a case, for the island of a rank."""
     encoders, place = build_hf_model().encoders, Place.of(case.plan(), rank)
@@ -260,6 +292,24 @@ def test_fills_differ_from_step_to_step():
         taken.append(len({tuple(stage.microbatches for stage in program.stages) for program in programs}))
     assert rows.count(NUM_STEPS) >= len(rows) / 2
     assert taken.count(NUM_STEPS) >= 3
+
+
+def test_a_plan_that_leaves_ranks_over_is_decided_as_it_is_written():
+    """Ranks are numbered without those, so that their numbers no longer say which share a node."""
+    case = BY_STEP[4][0]
+    plan = case.plan()
+    units = tuple(replace(unit, first_rank=1) for unit in plan.units)
+    plan = replace(plan, units=units, cluster=replace(plan.cluster, num_nodes=2, ranks_per_node=3))
+    place, encoders = Place.of(plan.closed_up, 0), build_hf_model().encoders
+    decide, expected = StepDecider(place, plan), StepDecider(Place.of(plan, 1))
+    for number in range(NUM_STEPS):
+        lengths = LoadedTables.read([tables_of(case.examples(number), PHASES, encoders)], PHASES).lengths
+        decided = decide(lengths).microbatches[0].decision.program
+        assert decided.program == expected(lengths).microbatches[0].decision.program.program
+        under = place.under(decided)
+        assert under.row.row == decided.program.actions[0]
+        assert {rank for stage in under.program.stages for rank in stage.data_ranks} == set(range(4))
+        assert [stage.microbatches for stage in under.program.stages] == [one.microbatches for one in decided.stages]
 
 
 def test_replicas_that_share_experts_have_one_program_in_each_step():
@@ -293,6 +343,11 @@ def test_encoders_beside_ranks_that_share_sequences_or_experts_equal_one_process
 
 @pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(OWN, {2: (0, 1), 4: (0,)}))
 def test_encoders_with_degrees_of_their_own_equal_one_process(num_ranks, cases):
+    assert_planned(num_ranks, cases)
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(SHARING, {4: (0, 5)}))
+def test_encoders_that_are_shared_out_in_each_microbatch_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)
 
 

@@ -199,7 +199,12 @@ def logits_bytes(num_rows: float, vocab_size: int, *, element_bytes: int, tp: in
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one stage on one of its ranks. activations: of one microbatch; `in_flight` microbatches are kept."""
+    """Bytes of one stage on one of its ranks.
+
+    activations: of one microbatch; `in_flight` microbatches are kept.
+    transient:   while a pass runs. shared: of that, what ZeRO 2 and 3 add to what is held: whole parameters and their
+                 gradients.
+    """
 
     parameters: int
     gradients: int
@@ -207,6 +212,7 @@ class StageMemory:
     activations: int
     in_flight: int
     transient: int
+    shared: int = 0
 
     @property
     def held_bytes(self) -> int:
@@ -406,14 +412,15 @@ def stage_memory(
         found.append(known[key][1])
     gathered, unreduced = [0, 0, *(one.gathered for one in found)], [0, *(one.unreduced for one in found)]
     together = (sum(gathered), sum(unreduced)) if by_stage else (sum(sorted(gathered)[-2:]), max(unreduced))
-    transient = max([0, *(one.working for one in found)]) + sum(together)
+    shared = sum(together)
     return StageMemory(
         sum(one.state.parameters for one in found),
         sum(one.state.gradients for one in found),
         sum(one.state.optimizer for one in found),
         sum(one.kept for one in found),
         in_flight,
-        transient,
+        max([0, *(one.working for one in found)]) + shared,
+        shared,
     )
 
 

@@ -86,11 +86,11 @@ class HeldParameters:
         ]
         stages = {kind: {action.stage for action in place.row.row if action.kind is kind} for kind in _COLLECTIVES}
         self._ungathered = [state for held, state in self._sharded if not held.is_of_any(stages[Kind.GATHER])]
-        by_microbatch = {a.stage for a in place.row.row if a.kind is Kind.REDUCE and a.microbatch >= 0}
+        self._by_microbatch = {a.stage for a in place.row.row if a.kind is Kind.REDUCE and a.microbatch >= 0}
         self._unreduced = [
             held
             for held in self.all
-            if not held.is_of_any(stages[Kind.REDUCE]) or (held.sums_once and held.is_of_any(by_microbatch))
+            if not held.is_of_any(stages[Kind.REDUCE]) or (held.sums_once and held.is_of_any(self._by_microbatch))
         ]
         self._in_use: dict[tuple[int, int], list[ShardedState]] = {}
         self._waits = not place.program.layout.plan.cluster.device.overlaps
@@ -157,11 +157,16 @@ class HeldParameters:
 
     def reduce(self, action: Action, batches: Sequence[RankBatch]) -> None:
         """REDUCE: start to sum the gradients of a stage over the ranks that share them."""
+        by_microbatch = action.stage in self._by_microbatch
         for held in self.all:
-            if action.microbatch >= 0 and held.sums_once:
+            if by_microbatch and held.sums_once:
                 continue  # `finish` sums them.
             if held.is_of(action.stage) and held.state.has_gradients and _has(held, action, batches):
-                held.state.start()
+                if by_microbatch and action.microbatch < 0:
+                    assert isinstance(held.state, ShardedState), "others sum once"
+                    held.state.start_copies()
+                else:
+                    held.state.start()
                 if self._waits:
                     held.state.wait()
 

@@ -58,9 +58,15 @@ class Place:
 
     def under(self, program: PlannedProgram | None) -> Place:
         """The same place in the Program of a step with fills of its own; None: in that of the Plan. Stages, ranks that
-        talk and holders of parameters are the same in both.
+        talk and holders of parameters are those of the Plan.
         """
-        return self if program is None else replace(self, program=program)
+        if program is None:
+            return self
+        if program.layout is not self.program.layout:  # It is of the Plan before its ranks were closed up.
+            pairs = zip(self.program.stages, program.stages, strict=True)
+            stages = tuple(replace(own, microbatches=decided.microbatches) for own, decided in pairs)
+            program = PlannedProgram(program.program, stages, self.program.layout)
+        return replace(self, program=program)
 
     @cached_property
     def row(self) -> RankProgram:

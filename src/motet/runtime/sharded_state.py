@@ -130,10 +130,15 @@ class ShardedState:
             bucket.collect()
 
     def start(self) -> None:
-        """Start to sum over ranks what backward passes have left."""
+        """Start to sum over ranks what backward passes have left; under ZeRO 2 and 3 over those of one copy."""
         for bucket in self._trainable:
             bucket.collect()
             bucket.reduce()
+
+    def start_copies(self) -> None:
+        """Start to sum over copies what `start` has summed in each, under ZeRO 2 and 3."""
+        for bucket in self._trainable:
+            bucket.reduce_copies()
 
     def wait(self) -> None:
         """Until the sums are there, as the gradients of the stored parameters."""
@@ -228,6 +233,7 @@ class _Bucket:
         self._reduce_dtype = reduce or self._stored_dtype
         self._gathered: Tensor | None = None
         self._reduced: Tensor | None = None
+        self._is_of_copies = False
         self._work: list[dist.Work] = []
         self._sums: list[Tensor] = []
         if self._zero == 3:
@@ -318,18 +324,31 @@ class _Bucket:
                 self._start(dist.all_reduce(self._reduced, group=self._copies, async_op=True))
 
     @torch.no_grad()
+    def reduce_copies(self) -> None:
+        self.wait_for_reduce()  # That of the last microbatch.
+        assert self._copies is not None, "there are several copies"
+        self._reduced = torch.zeros(sum(self._lengths), dtype=self._reduce_dtype, device=self._device)
+        for piece, part in zip(self.pieces, self._reduced.split(self._lengths), strict=True):
+            own = _local(piece.stored_gradient)
+            part[: own.numel()] = own.view(-1)
+        self._sent.all_reduce(self._reduced.nbytes, self._copies.size())
+        self._start(dist.all_reduce(self._reduced, group=self._copies, async_op=True))
+        self._is_of_copies = True
+
+    @torch.no_grad()
     def wait_for_reduce(self) -> None:
         if self._reduced is None:
             return
         self._finish()
-        if self._size > 1 and self._copies is not None:
+        adds = self._zero >= 2 and not self._is_of_copies
+        if self._zero < 2 and self._size > 1 and self._copies is not None:
             self._sent.all_reduce(self._reduced.nbytes, self._copies.size())
             dist.all_reduce(self._reduced, group=self._copies)
         for piece, part in zip(self.pieces, self._reduced.split(self._lengths), strict=True):
             own = _local(piece.stored_gradient)
             part = part[: own.numel()].view(own.shape)
-            own.add_(part) if self._zero >= 2 else own.copy_(part)
-        self._reduced = None
+            own.add_(part) if adds else own.copy_(part)
+        self._reduced, self._is_of_copies = None, False
 
     def _start(self, work: dist.Work | None) -> None:
         assert work is not None

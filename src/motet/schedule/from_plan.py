@@ -279,13 +279,16 @@ def _pipelined(layout: Layout) -> PlannedProgram:
 
 def _communicating(layout: Layout, program: Program, stages: list[PlannedStage]) -> PlannedProgram:
     """A Program of passes with its collectives and messages."""
+    _check_taken_together(layout, stages)
     zero = {number: stage.zero for number, stage in enumerate(stages) if len(stage.data_ranks) > 1}
+    copied = [number for number, stage in enumerate(stages) if len(stage.data_ranks) > stage.shard_size]
     device, trainable = layout.plan.cluster.device, [number for number, stage in enumerate(stages) if stage.trainable]
     at_ends = bool(layout.in_bubbles) and not device.overlaps
     program = add_data_parallel(
         program,
         zero,
         trainable,
+        copied=copied,
         at_ends=at_ends,
         gathers_first=bool(layout.in_bubbles),
         islands_differ=layout.plan.filling == "by_step",
@@ -311,6 +314,19 @@ def _communicating(layout: Layout, program: Program, stages: list[PlannedStage])
             "they have other work before the same pass; let encoders run outside bubbles, or replicas share nothing."
         ) from None
     return PlannedProgram(program, tuple(stages), layout)
+
+
+def _check_taken_together(layout: Layout, stages: Sequence[PlannedStage]) -> None:
+    """Raise UserError if encoders in bubbles that meet in collectives of each microbatch take others of these."""
+    taken: dict[object, tuple[int, ...]] = {}
+    for stage in stages:
+        if stage.unit in layout.in_bubbles and stage.zero > 1:
+            pipeline = stage.replica % (layout.backbone.pp // stage.unit.pp)
+            if taken.setdefault((stage.unit.name, stage.index, pipeline), stage.microbatches) != stage.microbatches:
+                raise UserError(
+                    f"unit {stage.unit.name!r}: zero is {stage.zero}, and fills give its pipelines beside each replica "
+                    "of the backbone different microbatches; give the replicas the same fills, or set zero to 0 or 1."
+                )
 
 
 def _unfilled(layout: Layout, split: bool) -> tuple[Program, list[PlannedStage]]:

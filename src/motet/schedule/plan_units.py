@@ -55,6 +55,13 @@ def gathering_ranks(plan: Plan, unit: Unit) -> int:
     return backbone_unit(plan).tp // unit.tp if unit in units_in_bubbles(plan) else 1
 
 
+def replicas_in_step(plan: Plan, unit: Unit) -> int:
+    """How many replicas of a unit, one after the other, take their microbatches together: all, but in bubbles those of
+    one pipeline beside each replica of the backbone, as other pipelines take other microbatches.
+    """
+    return unit.dp * unit.pp // backbone_unit(plan).pp if unit in units_in_bubbles(plan) else unit.dp
+
+
 def rank_of_stage(plan: Plan, unit: Unit, stage: int) -> int:
     """The pipeline rank that runs a stage of a unit of the Plan. stage: its index in the unit."""
     if plan.schedule == "zb_v" and stage >= unit.pp:
@@ -102,8 +109,12 @@ def collects_in_islands(plan: Plan) -> bool:
     """Whether ranks of one island enter collectives of each microbatch together: several replicas of a unit share out
     gradients or parameters, or the stages of one do those of what they all compute.
     """
-    islands = num_islands(plan)
-    return any(unit.zero > 1 and (unit.dp > islands or unit.replicated) for unit in pipelined_units(plan))
+    islands, hosted = num_islands(plan), units_in_bubbles(plan)
+    is_copied = backbone_unit(plan).dp > islands
+    return any(
+        unit.zero > 1 and (is_copied if unit in hosted else unit.dp > islands or bool(unit.replicated))
+        for unit in plan.units
+    )
 
 
 def recomputed_in(plan: Plan) -> dict[str, int]:

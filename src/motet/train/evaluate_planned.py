@@ -70,7 +70,7 @@ class PlannedEvaluator:
         self._left_out = LeftOutOfEvaluation(report)
         self._dataset, self._tokenizer, self._decoder = dataset, tokenizer, decoder
         self._plan, self._needs, self._step, self._world, self._config = plan, needs, step, world, config
-        self._decide, self._seed = StepDecider(step.place, own_fills=True), seed
+        self._decide, self._seed = StepDecider(step.place, plan, own_fills=True), seed
 
     @torch.no_grad()
     def run(self, model: MLLM, is_stopped: Callable[[], bool] = lambda: False) -> Evaluation | None:

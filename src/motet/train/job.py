@@ -284,7 +284,7 @@ def _build_planned_job(
         if heldout is not None:
             leave_out_of_evaluation(heldout, plan, say, exchange=recipe.context.exchange)
         order = build_order(recipe, dataset, say)
-        place = Place.of(plan, world.rank)
+        place = Place.of(plan.closed_up, world.rank)
         needs = StageNeeds.of(
             place, recipe.context, needs_places=model.backbone.needs_places, merges=model.backbone.merge is not None
         )
@@ -317,7 +317,7 @@ def _build_planned_job(
         order,
         dataset,
         decoder,
-        PlannedLoading(StepDecider(place), dataset, decoder, needs),
+        PlannedLoading(StepDecider(place, plan), dataset, decoder, needs),
         Recomputation(recipe, spec, planned=place.recomputed),
         evaluator,
         Checkpointer(recipe.run.dir / CHECKPOINTS, recipe.checkpoint, world.saving, line, world.launch, say),

@@ -88,11 +88,6 @@ class ChosenPlan:
             is_needed |= needed.num_nodes == 1 and started.ranks_per_node >= needed.ranks_per_node
         return used if is_needed and len(used) < started.num_ranks else None
 
-    @property
-    def closed_up(self) -> ChosenPlan:
-        """The Plan on ranks as the World numbers them."""
-        return replace(self, plan=self.plan.closed_up)
-
     def check_model(self, spec: ModelSpec) -> None:
         """Raise UserError if the Plan is for another model than `spec`.
 

@@ -130,7 +130,7 @@ def train(
             recipe, chosen = plan(world, say)
         if slow := slow_precision_words(recipe, catalogued(world.device)):
             say(slow)
-        job = build_job(recipe, world, resume, say, cleanup, chosen and chosen.closed_up)
+        job = build_job(recipe, world, resume, say, cleanup, chosen)
         predicted = None if chosen is None else cleanup.enter_context(PredictedRun(recipe, chosen, world, say))
         _Run(job, trace, start_s, predicted, folder).run()
 

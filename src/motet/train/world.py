@@ -15,12 +15,14 @@ import socket
 import sys
 import threading
 import time
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
-from itertools import count
+from itertools import accumulate, count
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -57,6 +59,8 @@ _PATIENCE_S = 30.0
 class World:
     """The ranks of a job, seen from one rank, and the host groups on which they agree.
 
+    ranks_per_node: the ranks of a machine, and of the last one no more.
+    by_node: the numbers of ranks of all machines, where these are unlike; then `ranks_per_node` is the largest.
     control: host group of the main thread.
     saving:  host group of the thread that writes checkpoints. (The prefetch thread uses `Mesh.host_group`.)
     launch:  an id that all attempts of one torchrun share; "" without torchrun.
@@ -77,6 +81,17 @@ class World:
     saving: dist.ProcessGroup
     launch: str = ""
     is_restarted: bool = False
+    by_node: tuple[int, ...] = ()
+
+    @property
+    def on_node(self) -> range:
+        """The ranks of this one's machine."""
+        if not self.by_node:
+            first = self.rank - self.rank % self.ranks_per_node
+            return range(first, min(first + self.ranks_per_node, self.num_ranks))
+        stops = list(accumulate(self.by_node))
+        node = bisect_right(stops, self.rank)
+        return range(stops[node] - self.by_node[node], stops[node])
 
     @property
     def is_first(self) -> bool:
@@ -206,8 +221,7 @@ def join_world(
     device:  "auto", "cpu" or "cuda".
     meeting: used instead of torchrun's.
     wait_limit_s: how long a rank waits for another that is alive.
-    used: the ranks of torchrun's environment that are the World, ascending, as many on each node, and on the last no
-             more; the others must not come. None: all.
+    used: the ranks of torchrun's environment that are the World, ascending; the others must not come. None: all.
     in_phase: others `stay_away`, as they may come to another phase.
     Raises UserError if "cuda" is set and there is no CUDA device, if the environment is incomplete, and if ranks cannot
     connect; JointUserError if machines have different numbers of ranks. An exception that leaves the block gets an
@@ -255,12 +269,14 @@ def join_world(
 def _joined(device: torch.device, meeting: Meeting | None, used: Sequence[int] | None) -> World:
     """The World of the process group. meeting: of the ranks, if the group was made for it. A collective."""
     num_ranks = dist.get_world_size()
-    ranks_per_node = _number("LOCAL_WORLD_SIZE", num_ranks)
+    ranks_per_node, by_node = _number("LOCAL_WORLD_SIZE", num_ranks), ()
     if used is not None:
         started = StartedRanks.at_hand().ranks_per_node
-        ranks_per_node = sum(each // started == used[0] // started for each in used)
+        counts = tuple(Counter(each // started for each in used).values())
+        ranks_per_node = max(counts)
+        by_node = counts if any(count < ranks_per_node for count in counts[:-1]) else ()
     control, saving = new_group(backend="gloo"), new_group(backend="gloo")
-    world = World(dist.get_rank(), num_ranks, ranks_per_node, device, control, saving)
+    world = World(dist.get_rank(), num_ranks, ranks_per_node, device, control, saving, by_node=by_node)
     if meeting is not None:
         world = replace(world, launch=meeting.launch, is_restarted=meeting.is_restarted)
     return _on_even_nodes(world)

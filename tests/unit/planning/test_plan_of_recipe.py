@@ -246,7 +246,10 @@ def test_what_is_measured_or_stated_for_balancing_goes_where_nothing_is_balanced
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"dp": 3, "first_rank": 1}, "unlike numbers of ranks on nodes before the last"),
+        (
+            {"dp": 3, "first_rank": 1},
+            "first_rank 1, inside a node, and ranks on further ones; let it be a node's first rank",
+        ),
         ({"precision": "bf16"}, "another precision than the recipe"),
         ({"units": 2}, "modules on ranks of their own"),
     ],
@@ -313,7 +316,7 @@ def test_nodes_that_are_left_over_are_not_started(recipe_file, ranks, needed):
     chosen = ChosenPlan(plan, Path("plan.json"), str)
     used = tuple(range(first_rank, first_rank + dp))
     assert chosen.used(started) == (None if dp == found.num_ranks else used)
-    assert chosen.closed_up.plan.ranks == set(range(dp))
+    assert plan.closed_up.ranks == set(range(dp))
     more = StartedRanks(0, num_nodes * ranks_per_node, ranks_per_node)
     assert chosen.used(more, in_phase=True) == (None if dp == more.num_ranks else used)
     assert more.num_ranks == found.num_ranks or chosen.used(more) is None

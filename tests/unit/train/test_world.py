@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from cli.meddling import Meddling, listening, motet
@@ -14,7 +15,7 @@ from cli.tiny_job import losses
 from motet.core.errors import JointUserError, RankFailure, UserError, origin_of
 from motet.train import world as world_module
 from motet.train.watch import come
-from motet.train.world import Meeting, _explain, borrowed_world, join_world, open_store, stay_away
+from motet.train.world import Meeting, World, _explain, borrowed_world, join_world, open_store, stay_away
 from ranks import free_port, run_ranks
 
 LOOPBACK = "0100007F"
@@ -132,6 +133,19 @@ def test_machines_with_different_numbers_of_ranks_are_refused_on_all_ranks():
     for first, second in run_ranks(joined, 3, ("2", "2", "1")):
         assert first == second
         assert first.startswith("Rank 0 is one of 2 ranks on its machine and rank 2 one of 1, and all machines must")
+
+
+@pytest.mark.parametrize(
+    ("by_node", "expected"),
+    [
+        ((), [range(3)] * 3 + [range(3, 6)] * 3 + [range(6, 7)]),
+        ((1, 3, 3), [range(1)] + [range(1, 4)] * 3 + [range(4, 7)] * 3),
+    ],
+    ids=["alike", "unlike"],
+)
+def test_a_rank_knows_which_others_are_on_its_machine(by_node, expected):
+    worlds = [World(rank, 7, 3, torch.device("cpu"), None, None, by_node=by_node) for rank in range(7)]
+    assert [world.on_node for world in worlds] == expected
 
 
 @pytest.mark.parametrize("how", ["", "failed"])

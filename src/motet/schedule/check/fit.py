@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from math import gcd
 
 from motet.core.errors import UserError
 from motet.core.limits import check_size
@@ -19,6 +20,7 @@ from motet.schedule.plan_units import (
     joins_all_replicas,
     num_islands,
     pipelined_units,
+    replicas_in_step,
     units_in_bubbles,
 )
 
@@ -223,14 +225,18 @@ def _check_ranks(plan: Plan) -> None:
                 f"({unit.tp * unit.cp}) must divide the backbone's ({backbone.pp} and {backbone.tp * backbone.cp})."
             )
         if backbone.tp % unit.tp:
+            tp = gcd(backbone.tp, unit.tp)
             raise UserError(
                 f"unit {unit.name!r} runs on the backbone's ranks with tp {unit.tp}; it must divide the backbone's, "
-                f"{backbone.tp}, as gradients of its rows come to the ranks that share these alone."
+                f"{backbone.tp}, as gradients of its rows come to the ranks that share these alone: let it have tp "
+                f"{tp} and cp {unit.tp * unit.cp // tp}, by which the same ranks share its items."
             )
-        if unit.zero > 1:
+        together, shards = replicas_in_step(plan, unit), unit.shard_size or unit.dp
+        if unit.zero > 1 and together % shards:
+            right = f"set shard_size to {together}, or to what divides it, or" if together > 1 else "set"
             raise UserError(
-                f"unit {unit.name!r}: zero is {unit.zero}; it must be 0 or 1, because replicas in bubbles take "
-                "different microbatches."
+                f"unit {unit.name!r}: zero is {unit.zero}, over {counted_words(shards, 'replica')}, and "
+                f"{backbone.pp // unit.pp} pipelines in bubbles take different microbatches; {right} zero to 0 or 1."
             )
         if len(unit.stages) != unit.pp:
             raise UserError(

@@ -27,6 +27,8 @@ from motet.schedule.dependencies import COLLECTIVES, PARTNERS, Dependencies, par
 from motet.schedule.program import EXCHANGES, FROM_SOURCE, WHOLE_RANK, Action, Kind, Program
 
 _WITHOUT_MICROBATCH = (Kind.GATHER, Kind.GATHER_B, Kind.REDUCE, Kind.NORM, Kind.STEP)
+_Entered = dict[tuple[object, ...], Action]
+"""Event of a collective -> the action by which a rank enters it, in order."""
 _NUM_SHOWN = 6
 """Number of actions of a deadlock that the error names."""
 
@@ -233,24 +235,31 @@ class _Proof:
                     raise self.refuse(sentence, action)
 
     def check_collectives(self) -> None:
-        """All stages of a group enter the same collectives, in the same order."""
-        entered: dict[int, list[Action]] = {
-            number: [] for number, stage in enumerate(self.program.stages) if stage.group >= 0
-        }
+        """All stages of a group enter the same collectives, in the same order. Pipelines of an encoder in bubbles take
+        different microbatches: what is of a microbatch they enter with those that take it, too.
+        """
+        stages = self.program.stages
+        entered: dict[int, list[Action]] = {number: [] for number, stage in enumerate(stages) if stage.group >= 0}
         for action in self.position:
             if action.kind in COLLECTIVES and action.stage in entered:
                 entered[action.stage].append(action)
-        first: dict[int, int] = {}
+        first: dict[tuple[int, tuple[int, ...]], int] = {}
         for number, actions in entered.items():
-            other = first.setdefault(self.program.stages[number].group, number)
-            for ours, theirs in zip_longest(actions, entered[other]):
-                if not (ours and theirs and event_of(ours, self.program) == event_of(theirs, self.program)):
-                    sentence = (
-                        f"Stage {number} enters {ours or 'no collective'} where stage {other} of its group enters "
-                        f"{theirs or 'none'}; all must enter the same collectives in the same order."
-                    )
-                    raise self.refuse(sentence, *(action for action in (ours, theirs) if action))
+            group, microbatches = stages[number].group, stages[number].microbatches
+            self._check_same(number, actions, other := first.setdefault((group, microbatches), number), entered[other])
+            other = first.setdefault((group, ()), number)
+            self._check_same(number, _of_step(actions), other, _of_step(entered[other]))
         self._check_shared_groups()
+
+    def _check_same(self, number: int, entered: list[Action], other: int, expected: list[Action]) -> None:
+        """Two stages of a group enter the same collectives."""
+        for ours, theirs in zip_longest(entered, expected):
+            if not (ours and theirs and event_of(ours, self.program) == event_of(theirs, self.program)):
+                sentence = (
+                    f"Stage {number} enters {ours or 'no collective'} where stage {other} of its group enters "
+                    f"{theirs or 'none'}; all must enter the same collectives in the same order."
+                )
+                raise self.refuse(sentence, *(action for action in (ours, theirs) if action))
 
     def _check_shared_groups(self) -> None:
         """Two ranks with several groups in common enter the collectives of all of them in one order."""
@@ -268,18 +277,21 @@ class _Proof:
         for (first, rank), groups in pairs.items():
             if len(groups) > 1:
                 ours, theirs = (
-                    [action for action in entered[one] if stages[action.stage].group in groups] for one in (rank, first)
+                    {event_of(one, self.program): one for one in entered[each] if stages[one.stage].group in groups}
+                    for each in (rank, first)
                 )
                 self._check_alike(ours, theirs, rank, first)
 
-    def _check_alike(self, ours: list[Action], theirs: list[Action], rank: int, first: int) -> None:
-        for our, their in zip(ours, theirs):
-            if event_of(our, self.program) != event_of(their, self.program):
+    def _check_alike(self, ours: _Entered, theirs: _Entered, rank: int, first: int) -> None:
+        """Two ranks enter the collectives that both of them enter in one order. Keys: events, in order."""
+        both = ours.keys() & theirs.keys()
+        for our, their in zip((one for one in ours if one in both), (one for one in theirs if one in both)):
+            if our != their:
                 sentence = (
-                    f"{our} on rank {rank} comes where rank {first} enters {their}; the two ranks share these groups, "
-                    "and must enter their collectives in one order."
+                    f"{ours[our]} on rank {rank} comes where rank {first} enters {theirs[their]}; the two ranks share "
+                    "these groups, and must enter their collectives in one order."
                 )
-                raise self.refuse(sentence, our)
+                raise self.refuse(sentence, ours[our])
 
     def check_order(self) -> None:
         """An action stands after all actions of its own rank that it needs. Gathers are excepted: a gather stands ahead
@@ -300,3 +312,8 @@ class _Proof:
             names = [*map(str, cycle[:_NUM_SHOWN]), *["..."] * (len(cycle) > _NUM_SHOWN), str(cycle[0])]
             waits = ", which waits for ".join(names[1:])
             raise self.refuse(f"Deadlock on rank {self.position[cycle[0]][0]}: {names[0]} waits for {waits}.", cycle[0])
+
+
+def _of_step(actions: list[Action]) -> list[Action]:
+    """Those of no microbatch."""
+    return [action for action in actions if action.microbatch < 0]

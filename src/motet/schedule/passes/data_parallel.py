@@ -4,7 +4,8 @@
 - ZeRO 1 (Megatron's distributed optimizer): updated parameters are gathered at the start of a step, gradients are
   reduce-scattered at its end. A chunk's gather runs beside the compute of the chunks before it; only the first gather
   is exposed (Optimus section 2.2).
-- ZeRO 2: as 1, but gradients are reduced in each microbatch.
+- ZeRO 2: as 1, but gradients are reduced in each microbatch. Of several sharded copies each is reduced by itself, and
+  the sum over copies is a REDUCE of the whole step.
 - ZeRO 3: as 2, but parameters are gathered for every pass.
 
 Ranks that share several groups must enter the collectives of these groups in the same order, whatever the order of
@@ -28,6 +29,7 @@ def add_data_parallel(
     zero: Mapping[int, int],
     trainable: Collection[int],
     *,
+    copied: Collection[int] = (),
     at_ends: bool = False,
     gathers_first: bool = False,
     islands_differ: bool = False,
@@ -37,6 +39,7 @@ def add_data_parallel(
     zero:      ZeRO stage (0 to 3) of each stage that has replicas. Stages that are not named have no replicas.
     trainable: the stages of which any parameter is updated. A frozen stage is gathered only if its parameters are
                sharded (ZeRO 3), and is never reduced. A rank without trainable stages has no STEP.
+    copied:    the stages whose sharded state has several copies (hybrid sharding).
     at_ends:   collectives of the whole step stand before all passes of a rank and after all of them. Where they hold up
                compute, and ranks of a group take different microbatches (encoders in bubbles), ranks could otherwise
                wait for each other in a ring: one in a collective, one for a message that comes after it.
@@ -55,7 +58,7 @@ def add_data_parallel(
     if any(action.kind in _ADDED for row in program.actions for action in row):
         raise ArgumentError("the Program has collectives of data parallelism already; add them once.")
     groups = [stage.group for stage in program.stages]
-    rule = _Rule(groups, zero, frozenset(trainable), at_ends, gathers_first, islands_differ)
+    rule = _Rule(groups, zero, frozenset(trainable), frozenset(copied), at_ends, gathers_first, islands_differ)
     return replace(program, actions=tuple(tuple(rule.row(row)) for row in program.actions))
 
 
@@ -66,6 +69,7 @@ class _Rule:
     groups: Sequence[int]
     zero: Mapping[int, int]
     trainable: frozenset[int]
+    copied: frozenset[int]
     at_ends: bool
     gathers_first: bool
     islands_differ: bool
@@ -75,15 +79,15 @@ class _Rule:
         # 1. A gather stands before the first pass that needs it, a reduction after the last pass that feeds it.
         gather_index: dict[Action, int] = {}
         reduce_index: dict[Action, int] = {}
-        known: dict[tuple[int, Kind], tuple[Action | None, Action | None]] = {}
+        known: dict[tuple[int, Kind], tuple[Action | None, tuple[Action, ...]]] = {}
         for index, action in enumerate(row):
             stage, kind, microbatch, *_ = action
             if (stage, kind) not in known:
-                known[stage, kind] = self.gather(stage, kind), self.reduction(stage, kind)
-            gather, reduction = known[stage, kind]
+                known[stage, kind] = self.gather(stage, kind), self.reductions(stage, kind)
+            gather, reductions = known[stage, kind]
             if gather is not None:
                 gather_index.setdefault(gather if gather.microbatch < 0 else _of(gather, microbatch), index)
-            if reduction is not None:
+            for reduction in reductions:
                 reduce_index[reduction if reduction.microbatch < 0 else _of(reduction, microbatch)] = index
         # 2. Those of the whole step move outwards, so that groups come in one order.
         if self.at_ends or self.gathers_first:
@@ -94,9 +98,9 @@ class _Rule:
         # Encoders in bubbles have the higher groups, and run first.
         sign = -1 if self.gathers_first else 1
         gathers = sorted(gather_index, key=lambda one: (one.microbatch >= 0, sign * self.groups[one.stage]))
-        reductions = sorted(reduce_index, key=lambda one: (one.microbatch < 0, self.groups[one.stage]))
+        in_order = sorted(reduce_index, key=lambda one: (one.microbatch < 0, self.groups[one.stage]))
         # 3. The new row.
-        before, after = _by_index(gather_index, gathers), _by_index(reduce_index, reductions)
+        before, after = _by_index(gather_index, gathers), _by_index(reduce_index, in_order)
         start = 0
         for index in sorted(before.keys() | after.keys()):
             yield from row[start:index]
@@ -139,11 +143,14 @@ class _Rule:
             return Action(stage, Kind.GATHER_B, 0)
         return None
 
-    def reduction(self, stage: int, kind: Kind) -> Action | None:
-        """The reduction that takes in the gradients of a pass, as in `gather`."""
-        if self.is_gradient(stage, kind) and stage in self.zero:
-            return Action(stage, Kind.REDUCE, 0 if self.zero[stage] >= 2 else -1)
-        return None
+    def reductions(self, stage: int, kind: Kind) -> tuple[Action, ...]:
+        """The reductions that take in the gradients of a pass, as in `gather`."""
+        if not self.is_gradient(stage, kind) or stage not in self.zero:
+            return ()
+        of_step = Action(stage, Kind.REDUCE, -1)
+        if self.zero[stage] < 2:
+            return (of_step,)
+        return (Action(stage, Kind.REDUCE, 0), *[of_step] * (stage in self.copied))
 
     def is_gradient(self, stage: int, kind: Kind) -> bool:
         """Whether a pass makes gradients of trainable parameters."""

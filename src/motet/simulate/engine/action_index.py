@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from motet.core.arrays import IndexArray, Int32Array, Int64Array
 from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import COLLECTIVES, PARTNERS
-from motet.schedule.program import EXCHANGES, FROM_SOURCE, WHOLE_RANK, Kind
+from motet.schedule.program import EXCHANGES, FROM_SOURCE, WHOLE_RANK, AlikeItems, Kind
 from motet.simulate.engine.table import PASSES, ActionTable
 
 NONE = -1
@@ -142,13 +142,26 @@ class ActionIndex:
         first = np.full(int(key.max()) + 1, NONE, dtype=np.int32)
         first[key[::-1]] = rows[::-1]  # the lowest row of each key is written last, and stays
         self.operation[rows] = first[key]
-        count, size = np.bincount(key)[key], np.bincount(self._groups)[self._groups[self.table.stage[rows]]]
+        count, size = np.bincount(key)[key], self._num_entering(rows)
         if (wrong := np.flatnonzero(count != size)).size:
             bad = wrong[0]
             raise ArgumentError(
                 f"{self.table.action(rows[bad])} is entered {count[bad]} times in a group of {size[bad]} stages; "
                 "each stage must enter it once."
             )
+
+    def _num_entering(self, rows: IndexArray) -> Int64Array:
+        """How many stages enter the collective of each action: those of its group, and of a microbatch those that take
+        it."""
+        stage, microbatch = self.table.stage[rows], self.table.microbatch[rows]
+        size = np.bincount(self._groups)[self._groups[stage]]
+        stages = self.table.program.stages
+        if isinstance(stages, AlikeItems) or not any(one.microbatches for one in stages):
+            return size
+        taking = np.zeros((int(self._groups.max()) + 1, self.shape[1]), dtype=np.int64)
+        for number, one in enumerate(stages):
+            taking[self._groups[number], list(one.microbatches) or slice(None)] += 1
+        return np.where(microbatch < 0, size, taking[self._groups[stage], microbatch])
 
     def _collective_keys(self, kind: Kind, rows: IndexArray) -> Int64Array:
         """A number for each action, equal for actions of the same collective: those with the same group, microbatch and

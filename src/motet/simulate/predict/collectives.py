@@ -145,8 +145,9 @@ class Collectives:
     def _priced_of(self, shared: _Shared, stage: PlannedStage) -> CollectiveSeconds:
         """The collectives of some parameters of a stage.
 
-        In a pipeline a REDUCE includes the sum over copies; in data parallelism this sum is a REDUCE of its own. Frozen
-        parameters are gathered only if they are sharded: under ZeRO 3, and by FSDP.
+        The sum over copies is a REDUCE of its own in data parallelism, and where gradients are reduced in each
+        microbatch; else a REDUCE includes it. Frozen parameters are gathered only if they are sharded: under ZeRO 3,
+        and by FSDP.
         """
         colocated = self.plan.schedule == "data_parallel"
         (slices, shards, replicas), cost = shared, self.cost
@@ -161,7 +162,7 @@ class Collectives:
         gathered = (one.total if colocated or stage.zero == 3 else one.trainable for one in slices)
         gather_s = sum(cost.gather_seconds(number * self.precision.compute, shards) for number in gathered)
         reduce_s = sum(cost.reduce_scatter_seconds(one.trainable * self.precision.gradient, shards) for one in slices)
-        if not colocated:
+        if not colocated and stage.zero < 2:
             reduce_s += replicas_s
         return CollectiveSeconds(gather_s, reduce_s, replicas_s)
 

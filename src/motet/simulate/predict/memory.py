@@ -50,17 +50,21 @@ def memory_of(pricing: Pricing) -> dict[str, Int64Array]:
     """Bytes by part, int64 [num_ranks of the cluster] each; 0 on ranks that the Plan does not use.
 
     A rank with several stages holds the state of all and computes one at a time. Activations are those at their peak;
-    the largest transient is added as if it came then. O(islands * actions).
+    the largest transient is added as if it came then. What ZeRO 2 and 3 make whole for a pass in parts is there beside
+    the passes between these. O(islands * actions).
     """
     program, layout = pricing.planned.program, pricing.layout
     # 1. On every program rank: [num_program_ranks], but activations [num_islands, num_program_ranks].
     of_program = {part: np.zeros(program.num_ranks, dtype=np.int64) for part in PARTS}
-    tied = tied_apart(pricing.plan)
+    tied, in_parts = tied_apart(pricing.plan), np.zeros(program.num_ranks, dtype=np.int64)
     for kind in pricing.planned.kinds:
         memory = _stage_memory(pricing, kind.stage, tied)
         for part in ("parameters", "gradients", "optimizer"):
             np.add.at(of_program[part], kind.ranks, getattr(memory, part))
-        np.maximum.at(of_program["transient"], kind.ranks, memory.transient)
+        shared = memory.shared if kind.stage.unit in layout.in_bubbles and kind.stage.num_parts > 1 else 0
+        np.maximum.at(of_program["transient"], kind.ranks, memory.transient - shared)
+        np.add.at(in_parts, kind.ranks, shared)
+    of_program["transient"] += in_parts
     if tied is not None:
         for part, size_bytes in tied.state(pricing.precision)._asdict().items():
             of_program[part][tied.ranks(pricing.planned)] += size_bytes

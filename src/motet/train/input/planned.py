@@ -17,6 +17,7 @@ from motet.assign.step import StepAssignment
 from motet.assign.whole_step import DecidedMicrobatch, DecidedStep
 from motet.core.arrays import BoolArray
 from motet.core.example import Media, TokenSequence
+from motet.core.plan import Plan
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.source import cost_model
 from motet.data.examples import Examples
@@ -26,7 +27,7 @@ from motet.dispatch.context import DEFAULT_CONTEXT, ContextConfig, ContextPlace
 from motet.dispatch.cut_batch import examples_to_lay_out, examples_to_read
 from motet.dispatch.stage_batch import assemble_stages
 from motet.runtime.place import Place
-from motet.schedule import PlannedProgram, PlannedStage
+from motet.schedule import PlannedProgram, PlannedStage, planned
 from motet.simulate.filling.step_filler import StepFiller
 from motet.simulate.predict.step_seconds import PricedSteps
 from motet.train.input.loading import (
@@ -91,17 +92,20 @@ class StepDecider:
     """Decides the steps of a Plan as training takes them: from lengths and the figures of the Plan's devices alone, so
     that all ranks decide the same, whatever profile a rank may find.
 
-    place:      of the rank, whose island's Program is decided. own_fills: the Plan's own fills hold for every step.
+    place:     of the rank, whose island's Program is decided.
+    plan:      as it is written, by whose ranks nodes are known, where the place's is closed up; None: it is the same.
+    own_fills: the Plan's own fills hold for every step.
     """
 
-    def __init__(self, place: Place, *, own_fills: bool = False) -> None:
-        self._plan, self._island = place.program.layout.plan, place.island
+    def __init__(self, place: Place, plan: Plan | None = None, *, own_fills: bool = False) -> None:
+        program = place.program if plan in (None, place.program.layout.plan) else planned(plan)
+        self._plan, self._island = program.layout.plan, place.island
         by_step = self._plan.filling == "by_step" and not own_fills
-        self._filler = StepFiller(place.program) if by_step else None
+        self._filler = StepFiller(program) if by_step else None
         self._seconds: PricedSteps | None = None
         if self._plan.order != "given":
             cost = cost_model(self._plan.cluster, self._plan.precision, moments=self._plan.moments)
-            self._seconds = PricedSteps(self._plan, cost, place.program)
+            self._seconds = PricedSteps(self._plan, cost, program)
 
     def __call__(self, lengths: BatchLengths) -> DecidedStep:
         """Decide a step. Raises as `decide_planned_step` does."""

@@ -55,12 +55,11 @@ def open_decoder(
 
 def _share(config: LoadingConfig, world: World, reads: bool) -> int:
     """How many actors this rank has of those of all ranks that share a cluster. A collective."""
-    first = world.rank - world.rank % world.ranks_per_node if _is_embedded(config) else 0
-    stop = min(first + world.ranks_per_node, world.num_ranks) if _is_embedded(config) else world.num_ranks
-    reading = [rank for rank, each in enumerate(world.gather(reads)) if each and first <= rank < stop]
+    sharing = world.on_node if _is_embedded(config) else range(world.num_ranks)
+    reading = [rank for rank, each in enumerate(world.gather(reads)) if each and rank in sharing]
     if not reads:
         return 0
-    return len(range(reading.index(world.rank), config.num_workers * (stop - first), len(reading)))
+    return len(range(reading.index(world.rank), config.num_workers * len(sharing), len(reading)))
 
 
 def _is_embedded(config: LoadingConfig) -> bool:
@@ -78,8 +77,7 @@ def _joined(config: LoadingConfig, world: World, cleanup: ExitStack) -> RayClust
         address = config.ray_address or os.environ["RAY_ADDRESS"]
         with world.together():
             return cleanup.enter_context(RayCluster(address, config.num_workers * world.num_ranks))
-    first = world.rank - world.rank % world.ranks_per_node
-    num_actors = config.num_workers * min(world.ranks_per_node, world.num_ranks - first)
+    first, num_actors = world.on_node.start, config.num_workers * len(world.on_node)
     server = None
     with world.together():
         if world.rank == first:

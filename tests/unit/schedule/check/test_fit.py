@@ -60,12 +60,19 @@ WRONG = {
     ],
     "unit 'llm' is on ranks 63 to 64; the cluster has ranks 0 to 63": [ENCODERS, replace(LLM, first_rank=63)],
     "unit 'image' has 1 rank and shares some with the backbone, which has 2": [replace(COLOCATED, dp=1), FIRST],
-    "unit 'image': zero is 3; it must be 0 or 1, because replicas in bubbles": [replace(COLOCATED, zero=3), FIRST],
+    "zero is 3, over 2 replicas, and 2 pipelines in bubbles take different microbatches; set zero to 0 or 1": [
+        replace(COLOCATED, zero=3),
+        FIRST,
+    ],
+    "over 4 replicas, and 2 pipelines in bubbles .*; set shard_size to 2, or to what divides it, or zero to 0 or 1": [
+        replace(COLOCATED, zero=2, dp=4),
+        replace(FIRST, dp=2),
+    ],
     "so its pp .2. and tp . cp .2. must divide the backbone's .4 and 1.": [
         Unit("image", ({"image": 4}, {"audio": 2}), pp=2, tp=2),
         Unit("llm", ({"backbone": 2},) * 4, pp=4),
     ],
-    "unit 'image' runs on the backbone's ranks with tp 2; it must divide the backbone's, 1": [
+    "ranks with tp 2; it must divide the backbone's, 1, .*: let it have tp 1 and cp 2, by which the same ranks": [
         Unit("image", ({"image": 4, "audio": 2},), tp=2, dp=4),
         Unit("llm", ({"backbone": 2},) * 4, pp=4, cp=2),
     ],
@@ -245,3 +252,10 @@ def test_what_has_no_experts_shares_none():
     dense = multimodal("toy", language_model(replace(MIXED, num_experts=0, experts_per_token=0), 8, 101), [])
     with pytest.raises(UserError, match="unit 'llm': ep is 2, and backbone have no experts; it must be 1"):
         check_fit(Plan(dense, cluster("h100"), (Unit("llm", ({"backbone": 8},), dp=2, ep=2),), 8))
+
+
+def test_an_encoder_in_bubbles_may_have_the_degrees_that_a_refusal_names():
+    hosts, encoder = Unit("llm", ({"backbone": 2},) * 4, pp=4, tp=3, cp=4), ({"image": 4, "audio": 2},)
+    with pytest.raises(UserError, match=r"with tp 6; it must divide the backbone's, 3, .*have tp 3 and cp 4, by"):
+        check_fit(plan(VLM, hosts, Unit("image", encoder, tp=6, cp=2, dp=4)))
+    check_fit(plan(VLM, hosts, Unit("image", encoder, tp=3, cp=4, dp=4)))

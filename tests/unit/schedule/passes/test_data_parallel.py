@@ -26,6 +26,21 @@ def test_the_levels_differ_in_what_is_gathered_and_how_often_reduced():
     }
 
 
+@pytest.mark.parametrize(
+    ("level", "reductions"),
+    [
+        (0, ["0REDUCE"]),
+        (1, ["0REDUCE"]),
+        (2, ["0REDUCE0", "0REDUCE1", "0REDUCE"]),
+        (3, ["0REDUCE0", "0REDUCE1", "0REDUCE"]),
+    ],
+)
+def test_copies_are_summed_once_a_step(level, reductions):
+    found = row(add_data_parallel(one_f_one_b(2, 2), {0: level}, [0, 1], copied=[0])).split()
+    assert [text for text in found if "REDUCE" in text] == reductions
+    assert found[-2:] == ["0REDUCE", "0STEP"]
+
+
 def test_what_is_frozen_is_only_gathered_where_it_is_sharded():
     program = one_f_one_b(2, 1)
     assert row(add_data_parallel(program, {0: 1}, [])) == "0F0 0B0"

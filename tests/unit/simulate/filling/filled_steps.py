@@ -55,6 +55,9 @@ FILLED = {
         by_step(replace(GATHERING, zero=2), TWO[0], AUDIO_BESIDE, num_ranks=9, batch_size=16),
         cluster=replace(BLOCKING, ranks_per_node=9),
     ),
+    "encoders that are gathered in each pass": by_step(
+        GATHERING, *(replace(unit, zero=3, shard_size=2) for unit in TWO), num_ranks=8, batch_size=16
+    ),
     "copies that are gathered in each pass": by_step(
         replace(LLM, zero=3, replicated=("audio",)), IMAGE, schedule="gpipe"
     ),

@@ -9,8 +9,8 @@ import pytest
 from motet.assign.context_rows import moved_rows
 from motet.core.plan import Unit
 from motet.core.spec import ModelSpec, Module
-from motet.cost.memory import mixed_precision, state_bytes
-from motet.schedule import Kind, planned
+from motet.cost.memory import mixed_precision, parameters_of_rank, state_bytes, updated_of_rank
+from motet.schedule import Kind, coarse_fills, fillable, planned
 from motet.schedule.plan_units import units_in_bubbles
 from motet.simulate.predict.memory import MAX_LOGITS, memory_of
 from motet.simulate.predict.predict import assign_batch
@@ -242,6 +242,29 @@ def test_logits_exist_in_slices():
     assert memory(made, replace(batch, num_targets=targets))["transient"][0] == MAX_LOGITS * (2 + 4 + 4)
     targets = np.array([100])
     assert memory(made, replace(batch, num_targets=targets))["transient"][0] == 100 * vocabulary * (2 + 4 + 4)
+
+
+def test_what_passes_in_parts_make_whole_is_there_beside_other_passes():
+    """Of encoders in bubbles that gather and reduce in each microbatch (ZeRO 3)."""
+    one_by_one = PLANS["encoders together in bubbles"]
+    backbone, encoders = one_by_one.units
+    made = replace(one_by_one, units=(backbone, replace(encoders, zero=3)))
+    in_parts = replace(made, fills=tuple(
+        replace(fill, action=f"{fill.action}.{part}")
+        for fill in coarse_fills(fillable(made)[0].program, fillable(made)[1]) for part in range(2)
+    ))  # fmt: skip
+    batch = alike(made.batch_size)
+    batch.sequence[:] *= 1000  # So that the backbone works with most.
+    whole, parts, others = (memory(one, batch)["transient"] for one in (made, in_parts, one_by_one))
+    precision = mixed_precision(made.precision, pipeline=True)
+    for stage in planned(made).stages[-encoders.pp :]:
+        modules = ((made.model.module(name), span) for name, span in stage.layers.items())
+        layers = [module.layers[index] for module, span in modules for index in module.block_layers(*span)]
+        gathered = sum(parameters_of_rank(layer, 1) * precision.compute for layer in layers)
+        gathered += sum(updated_of_rank(layer, 1) * (precision.compute + precision.gradient) for layer in layers)
+        for rank in stage.ranks:
+            assert whole[rank] == others[rank]
+            assert parts[rank] == others[rank] + gathered
 
 
 def test_gathered_layers_are_transient():
