@@ -20,6 +20,7 @@ from motet.planner.degrees import divisors
 from motet.planner.job import MAX_COMPARED, Job
 from motet.planner.order import is_even
 from motet.planner.search_result import SearchResult, SimulatedCandidate
+from motet.schedule.plan_units import units_in_bubbles
 
 NUM_COMPARED = 8
 """Batches that a predicted gain is the median of; the first is the job's own."""
@@ -101,4 +102,7 @@ def fewer_replicas(plan: Plan, max_examples: int) -> Plan:
     shared = divisors(gcd(*(unit.dp for unit in plan.units)))
     by = next((by for by in shared if plan.batch_size <= by * max_examples), shared[-1])
     units = tuple(replace(unit, dp=unit.dp // by, shard_size=0) for unit in plan.units)
+    # Over all replicas, encoders in bubbles have ZeRO 0 or 1.
+    hosted = {unit.name for unit in units_in_bubbles(plan)}
+    units = tuple(replace(unit, zero=min(unit.zero, 1)) if unit.name in hosted else unit for unit in units)
     return replace(plan, units=units, batch_size=plan.batch_size // by)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from motet.core.plan import PROPOSED_BALANCES, Order
+from motet.core.plan import PROPOSED_BALANCES, Order, Unit
 from motet.planner import comparison as comparing
 from motet.planner.candidate import Pins, candidate_step_s, predict_candidate
 from motet.planner.comparison import NUM_COMPARED, compare, fewer_replicas, rivals
@@ -16,6 +16,7 @@ from motet.planner.search import search
 from motet.planner.strategies import STRATEGIES
 from motet.schedule import check_fit
 from unit.planner.jobs import job, jobs
+from unit.schedule.plans import VLM, plan
 
 BUBBLES, DATA = "bubble filling", "data parallel"
 
@@ -125,3 +126,15 @@ def test_gains_of_large_batches_are_those_of_parts_of_them(monkeypatch):
         assert part.batch_size <= 8 or any(unit.dp == 1 for unit in part.units)
         assert part.microbatch_size == candidate.plan.microbatch_size
     assert pipelines
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_fewer_replicas_of_encoders_in_bubbles_can_be_executed(zero):
+    """ZeRO 3 of theirs is over replicas that take the same microbatches, of which there are fewer."""
+    units = Unit("llm", ({"backbone": 2},) * 4, pp=4, dp=4), Unit("image", ({"image": 4},), dp=16, zero=zero)
+    audio = Unit("audio", ({"audio": 2},), dp=16)
+    made = plan(VLM, *units, audio, batch_size=32)
+    made = replace(made, units=(units[0], replace(units[1], shard_size=4 if zero > 1 else 0), audio))
+    part = fewer_replicas(made, 8)
+    check_fit(part)
+    assert [unit.dp for unit in part.units] == [1, 4, 4]

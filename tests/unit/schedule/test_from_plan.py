@@ -243,3 +243,24 @@ def test_gradients_pass_through_what_is_frozen():
 def test_zero_with_single_shards_shards_nothing():
     unit = Unit("all", ({"image": 4, "audio": 2, "backbone": 8},), dp=4, shard_size=1)
     assert Kind.GATHER not in {action.kind for action in program_of(plan(VLM, unit)).actions[0]}
+
+
+def test_encoders_that_are_shared_out_in_each_microbatch_take_the_same_ones():
+    """Two replicas of the backbone in an island, each with two pipelines of the encoder, share these out."""
+    made = PLANS["filled and disaggregated"]
+    backbone, image, generator = made.units
+    made = replace(made, units=(backbone, replace(image, zero=3, shard_size=4), generator))
+    program = program_of(made)
+    validate(program, host_waits=True)
+    rows = [[str(action) for action in row if action.kind is Kind.REDUCE] for row in program.actions[:4]]
+    encoders = range(5, 9)  # Pipelines of the first replica, then those of the second.
+    for stage, row in zip(encoders, rows, strict=True):
+        own = [text for text in row if text.startswith(f"{stage}R")]
+        assert own == [*(f"{stage}REDUCE{i}" for i in program.stages[stage].microbatches), f"{stage}REDUCE"]
+    unfilled, pipelines = fillable(made)
+    *first, third, fourth = pipelines
+    swapped = replace(third, microbatches=fourth.microbatches), replace(fourth, microbatches=third.microbatches)
+    fills = coarse_fills(unfilled.program, [*first, *swapped])
+    with pytest.raises(UserError, match=r"zero is 3, and fills give its pipelines .* different microbatches; give the"):
+        program_of(replace(made, fills=fills))
+    program_of(replace(made, units=(backbone, image, generator), fills=fills))

@@ -187,6 +187,8 @@ def test_what_ends_early_in_a_unit_in_bubbles_goes_on_with_the_rest():
     [
         (0, 0, None, (0, 1, 2, 3)),
         (1, 0, (0, 1, 2, 3), None),
+        (1, 2, (0, 1), (0, 2)),
+        (2, 0, (0, 1, 2, 3), None),
         (2, 2, (0, 1), (0, 2)),
         (3, 2, (0, 1), (0, 2)),
         (3, 1, None, (0, 1, 2, 3)),
@@ -198,11 +200,14 @@ def test_collectives_are_over_the_ranks_that_share(zero, shard_size, gather, red
     first, size = found.planned.stages[0], made.model.module("image").num_parameters
     seconds = found.collectives.seconds(first)
     gathered_s, reduced_s = size * BYTES * GATHER_S * (gather is not None), 0.0
+    copies_s = size * 4 / (len(gather) if gather else 1) * REDUCE_S * (reduce is not None)
     if gather is not None:
         reduced_s += size * 4 * GATHER_S
-    if reduce is not None:
-        reduced_s += size * 4 / (len(gather) if gather else 1) * REDUCE_S
+    if gather is None or zero < 2:
+        reduced_s += copies_s
+    # Where gradients are reduced in each microbatch, the sum over copies is a collective of the step.
     assert seconds.gather_s == pytest.approx(gathered_s) and seconds.reduce_s == pytest.approx(reduced_s)
+    assert seconds.replicas_s == pytest.approx(copies_s)
     asked = {kind: ranks for kind, _, ranks in found.cost.asked}
     assert asked.get("gather") == gather and asked.get("all_reduce") == reduce
     found.collectives.seconds(found.planned.stages[1])
