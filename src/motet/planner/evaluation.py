@@ -25,6 +25,7 @@ from motet.planner.comparison import rivals
 from motet.planner.field_pins import proposals_for
 from motet.planner.infeasible import possible_tensor_degrees
 from motet.planner.job import MAX_COMPARED, Job
+from motet.planner.order import can_win
 from motet.planner.refinement import Refinement
 from motet.planner.search_result import PassedOver, SearchResult, SimulatedCandidate, ranked_by_step
 from motet.planner.variants import fastest_variant
@@ -195,11 +196,15 @@ class CandidateEvaluation:
         # No variant computes less than the bound.
         fastest_s = self.fastest_s
         near = (index for index, one in enumerate(self.results) if one.prediction.step_s < _NEAR * fastest_s)
-        can_win = [index for index in {*first.values(), *near} if self.results[index].candidate.bound_s < fastest_s]
+        faster = [
+            index
+            for index in {*first.values(), *near}
+            if can_win(self.job, self.results[index].candidate, self.pins, fastest_s)
+        ]
         if self.to_beat_s < math.inf:
-            return sorted(can_win)
+            return sorted(faster)
         compared = [self.results.index(rival) for rival in rivals(self.results)]
-        return sorted({0, *can_win, *compared})
+        return sorted({0, *faster, *compared})
 
     def result(self, strategies: Sequence[str]) -> SearchResult:
         """All that was evaluated. Equally fast Plans are in the order of `strategies`."""

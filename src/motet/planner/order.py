@@ -18,12 +18,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from motet.assign.groups import groups_under
+from motet.assign.groups import grouped, groups_under
 from motet.assign.step import StepAssignment
-from motet.core.arrays import Int64Array
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import UserError
-from motet.core.plan import ORDERED_BALANCES, Order, Plan
+from motet.core.plan import ORDERED_BALANCES, Order, Plan, Unit
+from motet.core.spec import Layer
 from motet.core.workload import BACKBONE, BatchLengths, total_lengths
+from motet.cost.flops import work_of_items
+from motet.cost.model import Work
 from motet.planner.candidate import Candidate, Pins, RuledOut, is_faster
 from motet.planner.job import Job
 from motet.schedule import check_fit
@@ -80,8 +83,7 @@ def with_best_order(job: Job, candidate: Candidate, given: Prediction, pins: Pin
     given: the candidate's step as it is; both are returned unchanged if nothing is faster. Simulates up to four times.
     """
     plan = candidate.plan
-    can_be_ordered = plan.schedule != "data_parallel" and plan.balance in ORDERED_BALANCES
-    if pins.order is not None or not can_be_ordered or is_even(job.batch):
+    if not _can_be_ordered(job, plan, pins):
         return candidate, given
     stages = job.planned(candidate.plan)
     assignment_given = job.assignment(candidate.plan)
@@ -98,8 +100,51 @@ def with_best_order(job: Job, candidate: Candidate, given: Prediction, pins: Pin
         return candidate, given
     what = "grouping and order" if best_plan.microbatch_caps else "order"
     fact = f"By the {what} of its examples a step takes {1 - best.step_s / given.step_s:.1%} less than as they come."
-    bound_s = min(candidate.bound_s, best.step_s)  # Caps may leave fewer microbatches than it counts.
+    bound_s = candidate.bound_s * share_under_caps(job, best_plan)
     return replace(candidate, plan=best_plan, bound_s=bound_s, tell=candidate.telling(fact)), best
+
+
+def can_win(job: Job, candidate: Candidate, pins: Pins, fastest_s: float) -> bool:
+    """Whether a step of the candidate, in an order that `with_best_order` tries, may take less than `fastest_s`."""
+    if candidate.bound_s < fastest_s or not _can_be_ordered(job, candidate.plan, pins):
+        return candidate.bound_s < fastest_s
+    plans = _reordered_plans(job, candidate.plan, pins)
+    return any(candidate.bound_s * share_under_caps(job, plan) < fastest_s for plan in plans)
+
+
+def share_under_caps(job: Job, plan: Plan) -> float:
+    """Which share of the seconds of passes is left, at least, where a Plan has caps: of the block that gains most.
+
+    Groups may be fewer than microbatches of equally many examples, so that weights are read less often.
+    """
+    if not plan.microbatch_caps:
+        return 1.0
+    groups = grouped(job.batch, plan.microbatch_caps, plan.batch_size // plan.microbatch_size)
+    count = int(groups.max()) + 1
+    shares = [1.0]
+    for module in job.model.modules:
+        name, items, unit = module.name, job.batch.of(module.name), plan.unit_of(module.name)
+        of_items, targets = groups[items.example], None
+        if name == BACKBONE:
+            of_items, targets = groups, np.bincount(groups, job.batch.num_targets, count).astype(np.int64)
+        before, after = dict[Layer, Float64Array](), dict[Layer, Float64Array]()
+        for layer in dict.fromkeys(module.layers):
+            as_they_come = job.work(name, layer, plan.microbatch_size)
+            in_groups = work_of_items(layer, items, of_items, count, padded=module.padded, num_targets=targets)
+            before[layer], after[layer] = (_seconds(job, unit, name, layer, each) for each in (as_they_come, in_groups))
+        for block in module.blocks:
+            old, new = (np.sum([of[module.layers[index]] for index in block], axis=0) for of in (before, after))
+            shares += (new[old > 0] / old[old > 0]).tolist()
+    return min(shares)
+
+
+def _seconds(job: Job, unit: Unit, name: str, layer: Layer, work: Work) -> Float64Array:
+    """Forward, and backward for the input and for the weights, each with its messages, over all microbatches: [3]."""
+    work = Work(work.rows / unit.cp, work.pairs / unit.cp)
+    seconds = job.cost.unwrapped().layer_seconds(name, layer, work, unit.tp)
+    messages_s = job.cost.tensor_seconds(layer, work, range(unit.tp)).sum() if unit.tp > 1 else 0.0
+    passes = seconds.forward_s, seconds.input_s, seconds.weight_s
+    return np.array([each.sum() + messages_s for each in passes])
 
 
 def caps_for(job: Job, plan: Plan) -> dict[str, int]:
@@ -141,6 +186,11 @@ def is_even(batch: BatchLengths) -> bool:
         for figure in (items.summed(np.ones_like), items.length, items.summed(np.square)):
             columns.append(np.bincount(items.example, figure, batch.num_examples))
     return all((values == values[0]).all() for values in columns)
+
+
+def _can_be_ordered(job: Job, plan: Plan, pins: Pins) -> bool:
+    is_pipeline = plan.schedule != "data_parallel" and plan.balance in ORDERED_BALANCES
+    return pins.order is None and is_pipeline and not is_even(job.batch)
 
 
 def _reordered_plans(job: Job, plan: Plan, pins: Pins) -> Iterator[Plan]:

@@ -37,6 +37,7 @@ from motet.planner.field_pins import unmet
 from motet.planner.job import Job
 from motet.planner.more_recomputed import all_recomputed, share_recomputed
 from motet.planner.neighbours import as_pipelines, neighbours
+from motet.planner.order import can_win
 from motet.planner.quick_estimate import quick_estimate
 from motet.planner.regrouping import regrouped
 from motet.planner.search_result import SimulatedCandidate
@@ -102,7 +103,9 @@ class Refinement:
         fastest_s = self._fastest_s(results)
         improved = sorted(results, key=lambda result: result.prediction.step_s)
         for index, one in enumerate(improved):
-            if one.prediction.step_s > NEAR * fastest_s or one.candidate.bound_s >= fastest_s:
+            if one.prediction.step_s > NEAR * fastest_s:
+                continue
+            if not can_win(self.job, one.candidate, self.pins, fastest_s):
                 continue
             strategy = one.candidate.strategy
             if all(one is not other for other in varied) and self._spend(strategy, one.prediction, _NUM_VARIANTS):

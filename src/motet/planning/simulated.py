@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from motet.core.plan import Plan
-from motet.core.workload import Workload
+from motet.core.workload import BACKBONE, Workload
 from motet.cost.model import CostModel
 from motet.cost.source import cost_model
 from motet.planning.sources import read_plan_and_workload
@@ -44,8 +44,14 @@ class SimulatedJob:
     ) -> SimulatedJob:
         """A Plan from its file, on given lengths, or on those of the recipe that it names. Raises UserError.
 
-        overrides: of the recipe that has the lengths.
+        overrides: of the recipe that has the lengths, or else of the plan's model: its `[context]` says how ranks that
+                   share sequences exchange rows.
         """
-        plan, lengths = read_plan_and_workload(file, workload, overrides)
+        plan, lengths, recipe = read_plan_and_workload(file, workload, overrides)
         cost = cost_model(plan.cluster, plan.precision, profile, moments=plan.moments, any_device=False)
-        return cls(plan, lengths, cost)
+        if recipe is None or (plan.unit_of(BACKBONE).cp == 1 and plan.balance != "split"):
+            return cls(plan, lengths, cost)
+        from motet.train.planned_job import check_context
+
+        check_context(plan, recipe.context)
+        return cls(plan, lengths, cost, {"exchange": recipe.context.exchange})

@@ -34,44 +34,52 @@ if TYPE_CHECKING:
 
 def read_plan_and_workload(
     plan_file: Path, workload_file: Path | None, overrides: Sequence[str] = ()
-) -> tuple[Plan, Workload]:
-    """A plan file, and the lengths for which it is simulated.
+) -> tuple[Plan, Workload, Recipe | None]:
+    """A plan file, the lengths for which it is simulated, and the recipe that would train under it.
+
+    That is the one that has the lengths, else the one that the plan file names as its model; None: there is none.
 
     workload_file: a manifest, a CSV of lengths (both as in `motet analyze`), a TOML of distributions
                    (`core/sampler.py`), or a recipe; by default the recipe that the plan file names as its model.
     overrides:     of the recipe that has the lengths, as in `--set`; also where the plan file names it as its model.
     Raises UserError for what is wrong with either.
     """
-    recipes: list[Path] = []
+    recipes: list[tuple[Path, Recipe | None]] = []
 
     def overrides_of(recipe: Path) -> Sequence[str]:
         return overrides if workload_file is None or recipe.resolve() == workload_file.resolve() else ()
 
     plan = plan_at(plan_file, recipes, overrides_of)
-    source = workload_file or next(iter(recipes), None)
+    source = workload_file or next((path for path, _ in recipes), None)
     if source is None:
         raise UserError(
             f"{plan_file} names no recipe, so --workload must say which lengths to simulate: a manifest, a CSV of "
             "lengths, a TOML of distributions, or a recipe."
         )
-    return plan, workload_at(source, overrides)
+    workload = workload_at(source, overrides, recipes)
+    return plan, workload, next((recipe for _, recipe in reversed(recipes) if recipe is not None), None)
 
 
 def plan_at(
     plan_file: Path,
-    recipes: list[Path] | None = None,
+    recipes: list[tuple[Path, Recipe | None]] | None = None,
     overrides_of: Callable[[Path], Sequence[str]] = lambda recipe: (),
 ) -> Plan:
     """A plan file, whose Plan fits its own model and cluster. Raises UserError, which names the file.
 
-    recipes:      gets the recipe that the file names as its model, if it does.
+    recipes:      gets the recipe that the file names as its model, if it does: None if it is of shapes alone.
     overrides_of: such a recipe -> what is set in it, as by `--set`.
     """
 
     def model_at(path: Path) -> ModelSpec:
-        if path.suffix == ".toml" and recipes is not None:
-            recipes.append(path)
-        return _model_at(path, overrides_of(path))
+        if path.suffix != ".toml":
+            from motet.models.spec import spec_of_directory
+
+            return spec_of_directory(path)
+        read = read_job_recipe(path, overrides_of(path))
+        if recipes is not None:
+            recipes.append((path, read.recipe))
+        return read.model
 
     plan = read_plan(plan_file, model_at=model_at, cluster_named=cluster)
     try:
@@ -81,19 +89,12 @@ def plan_at(
     return plan
 
 
-def _model_at(path: Path, overrides: Sequence[str]) -> ModelSpec:
-    """The model of a recipe, or of an HF model's directory."""
-    if path.suffix == ".toml":
-        return read_job_recipe(path, overrides).model
-    from motet.models.spec import spec_of_directory
-
-    return spec_of_directory(path)
-
-
-def workload_at(path: Path, overrides: Sequence[str] = ()) -> Workload:
+def workload_at(
+    path: Path, overrides: Sequence[str] = (), recipes: list[tuple[Path, Recipe | None]] | None = None
+) -> Workload:
     """The lengths in a manifest, a CSV, a TOML of distributions, or a recipe, which also ends in .toml.
 
-    overrides: of a recipe, as in `--set`.
+    overrides: of a recipe, as in `--set`. recipes: as of `plan_at`, of this one.
     Raises UserError for what is wrong with the file, and for overrides of one that is no recipe.
     """
     if path.is_dir():
@@ -110,6 +111,8 @@ def workload_at(path: Path, overrides: Sequence[str] = ()) -> Workload:
     if not {"data", "workload"} & tables.keys():
         raise UserError(f"{path} is to say which lengths there are; it has neither [data], [workload] nor [[task]].")
     read = read_job_recipe(path, overrides)
+    if recipes is not None:
+        recipes.append((path, read.recipe))
     if read.recipe is not None:
         return workload_of(read.recipe, str(path))
     assert read.workload is not None, "a recipe without data that has [workload]"

@@ -78,7 +78,7 @@ def obstacle_in(recipe: Recipe) -> Callable[[Plan], str]:
             return what
         if recipe.data.is_split and (together := reading_together(plan)):
             return f"{together} beside a data.train of which each rank reads a part of its own"
-        if recipe.context.model_dump(exclude_defaults=True) and (what := _context_obstacle(plan, model(), recipe)):
+        if recipe.context.model_dump(exclude_defaults=True) and (what := _context_obstacle(plan, recipe)):
             return what
         asks = may_refuse or any(unit.tp > 1 for unit in plan.units)
         return cut_obstacle(plan, model()) if asks else ""
@@ -101,12 +101,12 @@ def cut_obstacle(plan: Plan, model: MLLM) -> str:
     return f"a cut that cannot be ({what})" if what else ""
 
 
-def _context_obstacle(plan: Plan, model: MLLM, recipe: Recipe) -> str:
+def _context_obstacle(plan: Plan, recipe: Recipe) -> str:
     """Why ranks that share sequences cannot exchange rows as `[context]` says, in words; "" if they can."""
     from motet.train.planned_job import check_context
 
     try:
-        check_context(model, plan, recipe.context)
+        check_context(plan, recipe.context)
     except UserError as error:
         return f"another cp than [context] is for ({str(error).rstrip('.')})"
     return ""

@@ -275,7 +275,7 @@ def _build_planned_job(
         spec = model_spec(model)
         chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)
         check_cuts(model, plan)
-        check_context(model, plan, recipe.context)
+        check_context(plan, recipe.context)
         check_compiles(recipe, model, world)
         opened = OpenedExamples.of(recipe, world, vocabulary, model, say)
         (dataset,), heldout = opened.splits.values(), opened.heldout  # Under stages no recipe has splits of its own.

@@ -171,9 +171,10 @@ def impossible_cut(model: MLLM, plan: Plan) -> str:
     return ""
 
 
-def check_context(model: MLLM, plan: Plan, context: ContextConfig) -> None:
+def check_context(plan: Plan, context: ContextConfig) -> None:
     """Raise UserError for a way in which ranks that share sequences exchange rows, and cannot or need not."""
-    unit, config = plan.unit_of(BACKBONE), model.backbone.causal_lm.config
+    unit, layers = plan.unit_of(BACKBONE), plan.model.module(BACKBONE).layers
+    attention = next(layer.attention for layer in layers if layer.attention is not None)
     if unit.cp == 1 and plan.balance == "split":
         # Ranks that share a sequence do not know the others', so that one way is left.
         if context.exchange not in ("auto", GROUP_CAST):
@@ -183,13 +184,12 @@ def check_context(model: MLLM, plan: Plan, context: ContextConfig) -> None:
             )
     elif unit.cp == 1:
         check_context_unused(context)
-    heads = config.num_attention_heads // unit.tp
+    heads, kv_heads = attention.num_heads // unit.tp, attention.num_kv_heads // unit.tp
     if context.exchange == ULYSSES and heads % unit.cp:
         raise UserError(
             f"context.exchange is {context.exchange!r}, and the {unit.cp} context-parallel ranks (cp) of unit "
             f"{unit.name!r} do not divide the {counted_words(heads, 'head')} of a rank; set {GROUP_CAST!r}."
         )
-    kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads) // unit.tp
     if kv_heads % context.head_groups:
         raise UserError(
             f"context.head_groups is {context.head_groups}, and does not divide the {counted_words(kv_heads, 'head')} "

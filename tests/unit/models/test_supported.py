@@ -22,6 +22,7 @@ from motet.train.evaluate import EvaluateConfig
 from motet.train.input.datasets import open_dataset
 
 INF, NAN = float("inf"), float("nan")
+GEMMA3 = "full_attention", "sliding_attention"
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
 
 
@@ -95,6 +96,11 @@ SAYINGS = [
     ("dinov2", {"image_size": [8, 32]}, r"image_size is \[8, 32\]; it must be one whole number"),
     ("qwen2_vl", {"embed_dim": 20, "num_heads": 2}, r"embed_dim is 20; it must be a multiple of 4 \* num_heads"),
     ("qwen2_vl", {"rope_parameters": MROPE}, "rope_parameters is .* only the base, rope_theta, may be set"),
+    (
+        "gemma3",
+        {"rope_parameters": {kind: rope("dynamic", factor=2.0)["rope_parameters"] for kind in GEMMA3}},
+        "frequencies follow from the length of a document, .* kind of layer; it must be default, linear, llama3, yarn",
+    ),
     ("qwen3", rope("dynamic", factor=2.0) | {"head_dim": 2}, "2 channels of a head.*'dynamic' it needs 4"),
 ]
 
@@ -174,7 +180,9 @@ def test_longrope_is_of_documents_that_count_from_0(tiny):
     with pytest.raises(UserError, match="first_position is 1; beside rotary positions of type longrope or dynamic"):
         build_backbone(BackboneConfig(family="llama", config=options, first_position=1), 50, torch.float32, 0)
     config = transformers.Qwen2VLTextConfig(**tiny.options_of("llama") | rope("longrope", **factors))
-    with pytest.raises(UserError, match=r"'longrope', .*whose rope_type Motet does not compute"):
+    with pytest.raises(
+        UserError, match=r"length of a document, which positions on a grid .*; it must be default, linear, llama3, yarn"
+    ):
         check_backbone(config)
 
 

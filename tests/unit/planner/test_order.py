@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 from motet.assign.groups import groups_under
 from motet.core.errors import UserError
@@ -16,12 +17,20 @@ from motet.planner.chain.propose import propose_chain
 from motet.planner.data_parallel.propose import propose_data_parallel
 from motet.planner.disaggregated.propose import propose_disaggregated
 from motet.planner.modality_parallel.propose import propose_modality_parallel
-from motet.planner.order import CAP_GROWTH, NUM_BATCHES, caps_for, with_best_order, with_pinned_deal
+from motet.planner.order import (
+    CAP_GROWTH,
+    NUM_BATCHES,
+    can_win,
+    caps_for,
+    share_under_caps,
+    with_best_order,
+    with_pinned_deal,
+)
 from motet.planner.pins import parse_pins
 from motet.planner.report import winner_in_words
 from motet.planner.search import search
 from motet.simulate.predict.predict import assign_batch
-from unit.planner.jobs import job
+from unit.planner.jobs import job, jobs
 
 PIPELINES = {
     "chain": propose_chain,
@@ -76,6 +85,25 @@ def test_the_bound_holds_where_caps_leave_fewer_microbatches():
     candidate = leader(given_job, propose_chain, schedule="zb_v", microbatch_size=2)
     found, prediction = with_best_order(given_job, candidate, predict_candidate(given_job, candidate), Pins())
     assert found.plan.microbatch_caps and candidate.bound_s > prediction.step_s >= found.bound_s
+    assert found.bound_s == candidate.bound_s * share_under_caps(given_job, found.plan) > 0.9 * prediction.step_s
+    # Such a candidate may win, though its bound as its examples come says that it cannot.
+    assert can_win(given_job, candidate, Pins(), candidate.bound_s)
+    assert not can_win(given_job, candidate, Pins(), found.bound_s)
+    assert not can_win(given_job, candidate, Pins(order="given"), candidate.bound_s)
+
+
+@pytest.mark.slow
+@given(any_job=jobs())
+@settings(max_examples=10)
+def test_no_bound_is_above_the_step_of_an_order(any_job):
+    for strategy in (propose_chain, propose_modality_parallel):
+        proposed = [one for one in strategy(any_job, Pins()) if not isinstance(one, RuledOut)]
+        for candidate in [one for one in proposed if one.plan.microbatch_size > 1][:2]:
+            plans = [replace(candidate.plan, order=order) for order in ("given", "both", "intra", "inter")]
+            plans.append(replace(plans[1], microbatch_caps=caps_for(any_job, candidate.plan)))
+            for plan in plans:
+                step_s = predict_candidate(any_job, replace(candidate, plan=plan)).step_s
+                assert candidate.bound_s * share_under_caps(any_job, plan) <= step_s
 
 
 def test_what_is_even_or_pinned_or_no_pipeline_stays_as_it_is():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from motet.core.errors import UserError
+from motet.planning.simulated import SimulatedJob
 from motet.planning.sources import read_plan_and_workload, workload_at
 
 TASKS = """
@@ -26,7 +27,7 @@ def write_plan(folder, **fields):
 
 
 def test_a_plan_that_names_a_recipe_is_of_its_model_and_data(job):
-    plan, workload = read_plan_and_workload(write_plan(job.parent, model="recipe.toml"), None)
+    plan, workload, _ = read_plan_and_workload(write_plan(job.parent, model="recipe.toml"), None)
     assert plan.model.name == "recipe"
     assert [module.name for module in plan.model.modules] == ["image", "audio", "backbone"]
     assert plan.cluster.device.name == "h100" and plan.cluster.num_ranks == 8
@@ -43,22 +44,44 @@ def test_overrides_are_of_the_recipe_that_has_the_lengths(named, job, tmp_path):
     model = {"model": "recipe.toml", "workload": "other.toml", "both": "recipe.toml"}[named]
     overrides = "data.train=['heldout.jsonl']", "model.encoders.image.projector.kind='mlp'"
     workload_file = None if named == "model" else job
-    plan, workload = read_plan_and_workload(write_plan(job.parent, model=model), workload_file, overrides)
+    plan, workload, _ = read_plan_and_workload(write_plan(job.parent, model=model), workload_file, overrides)
     assert workload.examples.num_examples == 8
     projector = plan.model.module("image").stacks[-1].layer
     assert (projector.inner_weights > 0) == (named != "workload")
 
 
+@pytest.mark.parametrize("has_lengths", ["recipe.toml", "tasks.toml"])
+def test_a_recipe_says_how_ranks_that_share_sequences_exchange_rows(has_lengths, job, tmp_path):
+    """Of a Plan simulated by itself all were priced as "auto", which training under it does not take."""
+    lines = job.read_text() + '\n[context]\nexchange = "all_gather"\n'
+    (job.parent / "gathers.toml").write_text(lines)
+    (tmp_path / "tasks.toml").write_text(TASKS)
+    workload = {"recipe.toml": job.parent / "gathers.toml", "tasks.toml": tmp_path / "tasks.toml"}[has_lengths]
+    stages = {"stages": [{"image": 1, "audio": 1, "backbone": 2}], "name": "all"}
+
+    def decided(cp, model="gathers.toml", **fields):
+        shared = write_plan(job.parent, model=model, units=[stages | {"cp": cp}], **fields)
+        return SimulatedJob.of_plan(shared, workload, None).decided
+
+    assert decided(2) == {"exchange": "all_gather"}
+    assert decided(1) == {}
+    if has_lengths == "tasks.toml":
+        assert decided(2, "recipe.toml") == {"exchange": "auto"}
+    (job.parent / "gathers.toml").write_text(lines.replace("all_gather", "ulysses"))
+    with pytest.raises(UserError, match=r"the 3 context-parallel ranks \(cp\) of unit 'all' do not divide the"):
+        decided(3)
+
+
 def test_a_workload_of_distributions(job, tmp_path):
     (tmp_path / "tasks.toml").write_text(TASKS)
-    _, workload = read_plan_and_workload(write_plan(job.parent, model="recipe.toml"), tmp_path / "tasks.toml")
+    _, workload, _ = read_plan_and_workload(write_plan(job.parent, model="recipe.toml"), tmp_path / "tasks.toml")
     assert np.unique(workload.examples.sequence).tolist() == [24]
     assert np.unique(workload.examples.num_targets).tolist() == [10]
 
 
 def test_a_workload_of_a_table(job, tmp_path):
     (tmp_path / "lengths.csv").write_text("text_tokens,num_images,image_tokens\n7,1,256\n9,0,0\n")
-    _, workload = read_plan_and_workload(write_plan(job.parent, model="recipe.toml"), tmp_path / "lengths.csv")
+    _, workload, _ = read_plan_and_workload(write_plan(job.parent, model="recipe.toml"), tmp_path / "lengths.csv")
     assert workload.examples.sequence.tolist() == [263, 9]
 
 

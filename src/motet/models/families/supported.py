@@ -265,11 +265,16 @@ def _ropes(config: PreTrainedConfig, where: str) -> dict[str, Any]:
 
 def _check_rope(config: PreTrainedConfig, name: str, rope: Any) -> None:
     kind = rope.get("rope_type") if isinstance(rope, dict) else None
-    known = ("default",) if isinstance(config, InternLM2Config) else _ROPE
+    known = ["default"] if isinstance(config, InternLM2Config) else [*_ROPE]
     on_grid = isinstance(config, _ON_GRID)
-    # Its frequencies follow from a document's length, and positions on a grid do not tell it.
-    if kind not in known or (kind in _BY_LENGTH and (on_grid or isinstance(config, Gemma3TextConfig))):
-        raise UserError(f"{name} is {rope}, whose rope_type Motet does not compute; it must be {', '.join(known)}.")
+    why = "whose rope_type Motet does not compute"
+    if on_grid or isinstance(config, Gemma3TextConfig):
+        known = [each for each in known if each not in _BY_LENGTH]
+        if kind in _BY_LENGTH:
+            told = "positions on a grid do not tell" if on_grid else "Motet does not tell each kind of layer"
+            why = f"whose frequencies follow from the length of a document, which {told}"
+    if kind not in known:
+        raise UserError(f"{name} is {rope}, {why}; it must be {', '.join(known)}.")
     options = _ROPE[kind] | {"rope_type", "type", "rope_theta"}
     if on_grid:
         options |= {"mrope_section"}
