@@ -106,7 +106,7 @@ JointState best_state(const JointProblem& problem, std::int64_t max_pairs) {
     const bool is_large = std::int64_t{problem.costs.num_examples()} * problem.num_ranks > kMaxPeaks;
     for (const auto place : {place_by_peak, place_by_sum}) {
         if (best.objective() <= problem.goal(kNearBits)) break;
-        if (place == place_by_peak && is_large) continue;
+        if (place == place_by_peak && (is_large || max_pairs == 0)) continue;
         JointState other = place(problem);
         if (place == place_by_peak) search_swaps(problem, other, max_pairs / 2);
         if (other.objective() < best.objective()) best = std::move(other);

@@ -61,6 +61,8 @@ Method = Literal["joint", "mixed", "per_phase", "split"]
 METHODS: tuple[Method, ...] = ("joint", "mixed", "per_phase")
 """The methods that leave items whole. The one that moves fewer bytes comes first, and wins a tie."""
 UNBALANCED = "unbalanced"
+_MIN_STARTED = 1024
+"""Of fewer examples "joint" is always searched: it takes a millisecond, and bounds are rough."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +74,8 @@ class Choice:
                  largest fragment, and its phase's loads are those of fragments.
     fragments:   with "split", whole sequences and fragments of others, and the rank of each; None: no sequence is cut.
     cut_items:   encoder -> as `fragments`, of its items, where some are cut.
-    predicted_s: predicted seconds by method; with "unbalanced", if `home` was given.
+    predicted_s: predicted seconds by method; with "unbalanced", if `home` was given. Where "joint" cannot be the
+                 fastest, those of the placement that its search would begin with.
     exchange_s:  the part of predicted_s that exchanges take, by method.
     moved_bytes: bytes that cross ranks in them, in both directions.
     why:         one sentence with the figures.
@@ -154,7 +157,8 @@ def choose(
 
     A long item does not keep the microbatch from being balanced: other items are balanced beside it. A tie goes to the
     method that moves fewer bytes, then to the earlier of `methods`. The result is a pure function of the arguments.
-    Costs up to three `assign` for each phase, and two `assign_jointly`. Raises ArgumentError for wrong arguments.
+    Costs up to three `assign` for each phase, and two `assign_jointly`, whose search is left out where it cannot win.
+    Raises ArgumentError for wrong arguments.
     """
     num_ranks = checked_num_ranks(num_ranks)
     _check(phases, methods)
@@ -171,7 +175,10 @@ def choose(
         backbone = assign_backbone(phases[0].lengths, phases[0].cost, num_ranks, held, backend)
         encoders = [_apart(phase, backbone, network, alone) for phase in phases[1:]]
         options["per_phase"] = _option(phases, network, [backbone, *encoders])
-    if "joint" in methods:
+        options["per_phase"] = _sized(options["per_phase"], phases, room_bytes)
+    if "joint" in methods and (start := _slow_start(phases, network, held, alone, options.get("per_phase"))):
+        options["joint"] = start
+    elif "joint" in methods:
         options["joint"] = _follow_all(phases, network, _joint_backbone(phases, num_ranks, held, backend), {})
         if "mixed" in methods and (mixed := _mixed(phases, network, options["joint"], held, alone)):
             options["mixed"] = mixed
@@ -244,6 +251,34 @@ class _Alone:
         if phase.name not in self._known:
             self._known[phase.name] = assign(phase.lengths, self.num_ranks, phase.cost, backend=self.backend)
         return self._known[phase.name]
+
+
+def _slow_start(
+    phases: Sequence[Phase], network: Network, held: Held | None, alone: _Alone, per_phase: _Option | None
+) -> _Option | None:
+    """The joint placement that a search would begin with, where neither "joint" nor "mixed" can be the fastest; else
+    None.
+
+    The search lowers loads, at most to their bounds, and knows nothing of padding. So "joint" is slower than another
+    method that beats its start by more than that. Without padding none does, and this is not tried. "mixed" is left out
+    where every encoder would be balanced by itself.
+    """
+    if per_phase is None or per_phase.lacking_bytes or held is not None or len(phases[0].lengths) < _MIN_STARTED:
+        return None
+    if all(isinstance(phase.cost, Packed) for phase in phases) or not all(phase.waits for phase in phases):
+        return None
+    costs, unit_s = joint_costs(phases)
+    placed = assign_jointly(costs, alone.num_ranks, time_budget_s=0.0, backend=alone.backend)
+    start = _follow_all(phases, network, scored_phase(phases[0], placed.ranks, alone.num_ranks), {})
+    gain_ns = int((placed.loads.max(axis=0) - placed.bound).sum()) * unit_s * NS_PER_S
+    if start.total_ns - gain_ns <= per_phase.total_ns:
+        return None
+    for phase, together, apart in zip(phases[1:], start.assignments[1:], per_phase.assignments[1:], strict=True):
+        # Beside another backbone, other outputs move: up to twice as many, as the exchange is estimated here.
+        exchange_ns, _ = _exchange(phase, apart, per_phase.assignments[0], network)
+        if phase.compute_ns(apart) + 2 * exchange_ns >= phase.compute_ns(together):
+            return None
+    return start
 
 
 def _mixed(

@@ -39,7 +39,7 @@ def assign_jointly(
     bytes: with home, int [num_examples], what moves with each example; None counts examples.
     ranks_per_node: with home, the ranks of a node; None makes each rank a node.
     time_budget_s: time of the search that improves the first placements, counted in comparisons at a nominal rate. The
-        search stops within 2^-11 of the sum of the bounds.
+        search stops within 2^-11 of the sum of the bounds. 0: where it would begin, without longest first over vectors.
 
     The Assignment has loads [num_ranks, num_phases], bound [num_phases] and imbalance [num_phases]. The examples of a
     rank are in example order. Without home, the sum of the largest loads is within 2^-11 of the sum of the bounds, or

@@ -431,11 +431,8 @@ def rows_of_items(
 
 def _summed(index: Int64Array, amount: Int64Array, count: int) -> Int64Array:
     """The sums of the amounts at each of `count` indices, exact. O(items)."""
-    if amount.dtype != object and float(amount.sum(dtype=np.float64)) < 2**53:
-        # Sums of whole numbers below 2^53 are exact in float64, in which bincount is several times faster.
-        return np.bincount(index, amount, count).astype(np.int64)
-    total = np.zeros(count, dtype=amount.dtype)
-    np.add.at(total, index, amount)
+    total: Int64Array = np.zeros(count, dtype=object if amount.dtype == object else np.int64)
+    np.add.at(total, index, amount)  # Faster than bincount, which makes floats of them and back.
     return total
 
 

@@ -230,6 +230,26 @@ def test_a_padded_encoder_alone_is_taken_apart():
     assert (audio.ranks != whole.ranks).any()
 
 
+@pytest.mark.parametrize(
+    ("scale", "is_left_out"), [(0.2, False), (2.0, True)], ids=["it may be the fastest", "padding makes it slower"]
+)
+def test_joint_is_searched_only_where_it_may_be_the_fastest(monkeypatch, scale, is_left_out):
+    """Of clips that take long, "joint" is as it begins; else it is as if it were asked for alone. Both ways the method
+    is that of a full search."""
+    phases = draw_phases(3, num_examples=2048)
+    audio = replace(phases[2], seconds_per_cost=scale * phases[2].seconds_per_cost)
+    phases = [*phases[:2], audio]
+    begun = choose(phases, 64, SLOW if scale < 1 else FAST)
+    monkeypatch.setattr("motet.balance.choice._MIN_STARTED", 10**6)
+    searched = choose(phases, 64, SLOW if scale < 1 else FAST)
+    assert begun.method == searched.method == ("per_phase" if is_left_out else "joint")
+    assert (
+        "mixed" not in begun.predicted_s and begun.predicted_s["joint"] > searched.predicted_s["joint"]
+    ) == is_left_out
+    for placed, expected in zip(begun.assignments, searched.assignments, strict=True):
+        assert np.array_equal(placed.ranks, expected.ranks)
+
+
 def test_joint_costs_count_each_item_as_it_would_cost_alone():
     clips = encoder("audio", [0, 0, 2], [1, 2, 3], Padded(linear=1, quadratic=2))
     costs, unit_s = joint_costs([backbone([10, 10, 10]), clips])

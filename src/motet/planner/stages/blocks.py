@@ -68,6 +68,12 @@ class Blocks:
         return self.forward_s + self.backward_s
 
     @cached_property
+    def ends_of_backbone(self) -> tuple[int, int]:
+        """The first and the last block of the backbone; twice the first of all where it is not among them."""
+        of_backbone = [number for number, owner in enumerate(self.owner.tolist()) if self.names[owner] == BACKBONE]
+        return (of_backbone[0], of_backbone[-1]) if of_backbone else (0, 0)
+
+    @cached_property
     def can_recompute(self) -> BoolArray:
         """Whether recomputing the block saves anything."""
         return self.saved_bytes > 0

@@ -164,88 +164,92 @@ def stages_of(blocks: Blocks, stage: Int64Array, limits: StageLimits) -> Stages:
     is exact for one of them, and grows until all fit.
     """
     recomputed = blocks.can_recompute if limits.mode == "full" else np.zeros(blocks.num_blocks, dtype=np.bool_)
-    num_ranks = len(limits.moments)
-    fullness = np.array([_peak_bytes(blocks, stage, limits, rank, recomputed) for rank in range(num_ranks)])
+    held = _Held(blocks, stage, limits)
+    fullness = np.array([held.peak_bytes(rank, recomputed) for rank in range(len(limits.moments))])
     capacity = limits.capacity_bytes * (1 - ROUNDING)
     if limits.mode == "least":
         for rank in np.flatnonzero(fullness > capacity).tolist():
-            recomputed = recomputed | _recomputed_on(blocks, stage, limits, rank)
-            fullness[rank] = _peak_bytes(blocks, stage, limits, rank, recomputed)
+            recomputed = recomputed | held.least_recomputed(rank, capacity)
+            fullness[rank] = held.peak_bytes(rank, recomputed)
     shortfall_bytes = max(float(fullness.max()) - capacity, 0.0)
     return Stages(blocks, stage, len(limits.rank), recomputed, fullness / capacity, shortfall_bytes)
 
 
-def _peak_bytes(blocks: Blocks, stage: Int64Array, limits: StageLimits, rank: int, recomputed: BoolArray) -> float:
-    """State, activations of the fullest moment, and the largest transients of a pipeline rank."""
-    on_rank = limits.rank[stage] == rank
-    kept = _kept_bytes(blocks, stage, len(limits.rank), recomputed)
-    held = limits.moments[rank] @ kept[limits.rank == rank]
-    working = np.where(recomputed, blocks.recompute_working_bytes, blocks.working_bytes)[on_rank]
-    return _state_bytes(blocks, stage, on_rank) + float(held.max() + working.max())
+class _Held:
+    """What the pipeline ranks of a cut hold. recomputed: bool [num_blocks], of all blocks, here and below."""
 
+    def __init__(self, blocks: Blocks, stage: Int64Array, limits: StageLimits) -> None:
+        self.blocks, self.stage, self.moments = blocks, stage, limits.moments
+        rank, ranks = limits.rank[stage], np.arange(len(limits.moments))
+        by_rank = np.argsort(rank, kind="stable")
+        self._own = np.split(by_rank, np.searchsorted(rank[by_rank], ranks[1:]))
+        self._stages = [np.flatnonzero(limits.rank == number) for number in ranks]
+        self._start_bytes = blocks.start_bytes * (np.diff(stage, prepend=-1) != 0)
+        first, last = blocks.ends_of_backbone
+        self._ends = () if stage[first] == stage[last] else (first, last)
 
-def _state_bytes(blocks: Blocks, stage: Int64Array, on_rank: BoolArray) -> float:
-    """State of the blocks on a rank, bool [num_blocks]."""
-    own = float(blocks.state_bytes[on_rank].sum())
-    of_backbone = np.flatnonzero(np.array(blocks.names)[blocks.owner] == BACKBONE)
-    if not len(of_backbone) or stage[of_backbone[0]] == stage[of_backbone[-1]]:
-        return own
-    # A rank with both stages has what they share once.
-    ends = [end for end in (of_backbone[0], of_backbone[-1]) if on_rank[end]]
-    return own + float(blocks.apart_bytes[ends[:1]].sum())
+    def peak_bytes(self, rank: int, recomputed: BoolArray) -> float:
+        """State, activations of the fullest moment, and the largest transients of a pipeline rank."""
+        own = self._own[rank]
+        is_recomputed = recomputed[own]
+        held = self.moments[rank] @ self._kept_bytes(rank, is_recomputed)
+        working = np.where(is_recomputed, self.blocks.recompute_working_bytes[own], self.blocks.working_bytes[own])
+        return self._state_bytes(rank) + float(held.max() + working.max())
 
+    def _state_bytes(self, rank: int) -> float:
+        own = self._own[rank]
+        state_bytes = float(self.blocks.state_bytes[own].sum())
+        # A rank with both stages has what they share once.
+        ends = [end for end in self._ends if end in own]
+        return state_bytes + float(self.blocks.apart_bytes[ends[0]]) if ends else state_bytes
 
-def _kept_bytes(blocks: Blocks, stage: Int64Array, num_stages: int, recomputed: BoolArray | bool) -> Float64Array:
-    """[num_stages]: activations that a microbatch keeps. recomputed: bool [num_blocks], or of all blocks."""
-    begins = np.diff(stage, prepend=-1) != 0
-    kept = blocks.kept_bytes - blocks.saved_bytes * recomputed + blocks.start_bytes * begins
-    return np.bincount(stage, kept, num_stages).astype(np.float64)
+    def _kept_bytes(self, rank: int, is_recomputed: BoolArray | bool) -> Float64Array:
+        """[stages of the rank]: activations that a microbatch keeps. is_recomputed: of the rank's blocks."""
+        own, stages = self._own[rank], self._stages[rank]
+        kept = self.blocks.kept_bytes[own] - self.blocks.saved_bytes[own] * is_recomputed + self._start_bytes[own]
+        return np.bincount(np.searchsorted(stages, self.stage[own]), kept, len(stages)).astype(np.float64)
 
-
-def _recomputed_on(blocks: Blocks, stage: Int64Array, limits: StageLimits, rank: int) -> BoolArray:
-    """The least recomputation that makes a rank's stages fit, bool [num_blocks]; all of it if even that does not."""
-    capacity = limits.capacity_bytes * (1 - ROUNDING)
-    everything: BoolArray = (limits.rank[stage] == rank) & blocks.can_recompute
-    if _peak_bytes(blocks, stage, limits, rank, everything) > capacity:
-        return everything
-    # 1. Count microbatches as in the moment that is fullest without recomputation.
-    in_flight, lacking = _fullest_moment(blocks, stage, limits, rank)
-    lacking -= capacity
-    # 2. Tabulate what recomputing each block takes and saves, by module.
-    indices = _by_module(blocks, np.flatnonzero(everything), in_flight[stage])
-    idle = float(blocks.working_bytes[limits.rank[stage] == rank].max())
-    seconds = {name: blocks.recompute_s[index] for name, index in indices.items()}
-    saved = {name: blocks.saved_bytes[index] * in_flight[stage[index]] for name, index in indices.items()}
-    grown = {name: np.maximum(blocks.recompute_working_bytes[index] - idle, 0) for name, index in indices.items()}
-    # 3. Take the least that suffices for that moment; if another moment lacks bytes then, ask for as many more.
-    choice = LeastRecompute(seconds, saved, grown)
-    while True:
-        counts = choice.for_bytes(lacking)
-        if counts is None:
+    def least_recomputed(self, rank: int, capacity: float) -> BoolArray:
+        """The least recomputation that makes a rank's stages fit; all of it if even that does not."""
+        blocks, own, stage = self.blocks, self._own[rank], self.stage
+        everything = np.zeros(blocks.num_blocks, dtype=np.bool_)
+        everything[own] = blocks.can_recompute[own]
+        if self.peak_bytes(rank, everything) > capacity:
             return everything
-        chosen = np.zeros(blocks.num_blocks, dtype=np.bool_)
-        for name, count in counts.items():
-            chosen[indices[name][:count]] = True
-        over = _peak_bytes(blocks, stage, limits, rank, chosen) - capacity
-        if over <= 0:
-            return chosen
-        lacking += max(over, 1.0)
+        # 1. Count microbatches as in the moment that is fullest without recomputation.
+        in_flight, lacking = self._fullest_moment(rank)
+        lacking -= capacity
+        # 2. Tabulate what recomputing each block takes and saves, by module.
+        indices = _by_module(blocks, np.flatnonzero(everything), in_flight[stage])
+        idle = float(blocks.working_bytes[own].max())
+        seconds = {name: blocks.recompute_s[index] for name, index in indices.items()}
+        saved = {name: blocks.saved_bytes[index] * in_flight[stage[index]] for name, index in indices.items()}
+        grown = {name: np.maximum(blocks.recompute_working_bytes[index] - idle, 0) for name, index in indices.items()}
+        # 3. Take the least that suffices for that moment; if another moment lacks bytes then, ask for as many more.
+        choice = LeastRecompute(seconds, saved, grown)
+        while True:
+            counts = choice.for_bytes(lacking)
+            if counts is None:
+                return everything
+            chosen = np.zeros(blocks.num_blocks, dtype=np.bool_)
+            for name, count in counts.items():
+                chosen[indices[name][:count]] = True
+            over = self.peak_bytes(rank, chosen) - capacity
+            if over <= 0:
+                return chosen
+            lacking += max(over, 1.0)
 
+    def _fullest_moment(self, rank: int) -> tuple[Int64Array, float]:
+        """Microbatches in flight of each stage, int64 [num_stages], and the rank's bytes at that moment.
 
-def _fullest_moment(blocks: Blocks, stage: Int64Array, limits: StageLimits, rank: int) -> tuple[Int64Array, float]:
-    """Microbatches in flight of each stage, int64 [num_stages], and the rank's bytes at that moment.
-
-    It is the fullest moment if nothing is recomputed. Stages of other ranks have 0.
-    """
-    on_rank = limits.rank[stage] == rank
-    stages_of_rank = np.flatnonzero(limits.rank == rank)
-    kept = _kept_bytes(blocks, stage, len(limits.rank), False)[stages_of_rank]
-    moments = limits.moments[rank]
-    in_flight = np.zeros(len(limits.rank), dtype=np.int64)
-    in_flight[stages_of_rank] = moments[int(np.argmax(moments @ kept))]
-    held = in_flight[stages_of_rank] @ kept
-    idle = float(blocks.working_bytes[on_rank].max())
-    return in_flight, _state_bytes(blocks, stage, on_rank) + float(held + idle)
+        It is the fullest moment if nothing is recomputed. Stages of other ranks have 0.
+        """
+        kept, moments, stages = self._kept_bytes(rank, False), self.moments[rank], self._stages[rank]
+        in_flight = np.zeros(sum(map(len, self._stages)), dtype=np.int64)
+        in_flight[stages] = moments[int(np.argmax(moments @ kept))]
+        held = in_flight[stages] @ kept
+        idle = float(self.blocks.working_bytes[self._own[rank]].max())
+        return in_flight, self._state_bytes(rank) + float(held + idle)
 
 
 def _by_module(blocks: Blocks, indices: Int64Array, in_flight: Int64Array) -> dict[str, Int64Array]:

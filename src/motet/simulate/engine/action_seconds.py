@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from motet.core.arrays import Float64Array, Int32Array
+from motet.core.arrays import Float64Array, Int32Array, Int64Array
 from motet.core.errors import ArgumentError
 from motet.schedule.dependencies import PARTNERS
 from motet.schedule.program import EXCHANGES, Kind
@@ -36,17 +36,24 @@ class ActionSeconds:
 
 
 def action_seconds(
-    lookup: ActionIndex, times: StageTimes, jitter: float = 0.0, seed: int = 0, num_copies: int = 1
+    lookup: ActionIndex,
+    times: StageTimes,
+    jitter: float = 0.0,
+    seed: int = 0,
+    num_copies: int = 1,
+    copies: Int64Array | None = None,
 ) -> ActionSeconds:
     """Seconds and streams of all actions of a Program. O(actions * num_copies).
 
     times:  of the stages of all copies, those of the first copy first.
     num_copies: how many ranks do what the Program says, each on stages of its own (`engine/alike.py`).
+    copies: those that are asked for, ascending; None is all.
     jitter: sigma of a log-normal factor of mean 1 on the seconds of each action on the compute stream.
     seed:   of these factors.
     Raises ArgumentError for tables or parts that do not fit the Program.
     """
-    spread = _Spread(lookup, _broadcast(lookup, times, num_copies), num_copies)
+    num_asked = num_copies if copies is None else len(copies)
+    spread = _Spread(lookup, _broadcast(lookup, times, num_copies, copies), num_asked)
     forward = _Shares("forward_parts", times.forward_parts, lookup.shape[0])
     spread.passes(forward, _Shares("backward_parts", times.backward_parts, lookup.shape[0]))
     spread.moves()
@@ -54,12 +61,15 @@ def action_seconds(
     spread.whole_ranks()
     if jitter:
         draw = np.random.default_rng(seed).standard_normal((num_copies, len(lookup.table))).T
+        draw = draw if copies is None else draw[:, copies]
         computes = spread.stream == COMPUTE
         spread.held_s[computes] *= np.exp(jitter * draw - jitter**2 / 2)[computes]
     return ActionSeconds(spread.stream, spread.held_s, spread.tensor_s)
 
 
-def _broadcast(lookup: ActionIndex, times: StageTimes, num_copies: int) -> Mapping[str, Float64Array]:
+def _broadcast(
+    lookup: ActionIndex, times: StageTimes, num_copies: int, copies: Int64Array | None
+) -> Mapping[str, Float64Array]:
     """The tables of `times` by name, in the shapes that the Program needs, with an axis of copies at the end."""
     num_stages, num_edges = num_copies * lookup.shape[0], num_copies * len(lookup.sources)
     num_microbatches, num_ranks = lookup.shape[1], num_copies * lookup.table.program.num_ranks
@@ -86,6 +96,7 @@ def _broadcast(lookup: ActionIndex, times: StageTimes, num_copies: int) -> Mappi
             tables[field.name] = np.ascontiguousarray(whole)[..., None]
             continue
         by_copy = whole.reshape(num_copies, shape[0] // num_copies, *shape[1:])
+        by_copy = by_copy if copies is None else by_copy[copies]
         tables[field.name] = np.ascontiguousarray(np.moveaxis(by_copy, 0, -1))
     return tables
 

@@ -73,32 +73,41 @@ def of_first_rank(times: StageTimes, num_stages: int) -> StageTimes:
 
 
 def run_alike(
-    table: ActionTable, held: Int32Array, seconds: Float64Array, needs: Waits, start_s: Float64Array | None = None
-) -> bool:
+    table: ActionTable,
+    held: Int32Array,
+    seconds: Float64Array,
+    needs: Waits,
+    start_s: Float64Array | None = None,
+    meetings: Float64Array | None = None,
+) -> Float64Array | None:
     """Turn the seconds of each action into its end on each rank, [num_actions, num_ranks], in place.
 
-    False where actions wait for each other: then `seconds` is unchanged.
+    Returns when each collective begins, and what it takes on the slowest rank, [num_actions, 2]; None where actions
+    wait for each other: then `seconds` is unchanged.
 
-    table:   of one rank. held: the stream that each action occupies. needs: what each action waits for.
-    start_s: if given, it is filled with the starts, in the same shape.
+    table:    of one rank. held: the stream that each action occupies. needs: what each action waits for.
+    start_s:  if given, it is filled with the starts, in the same shape.
+    meetings: what was returned for all ranks, where the seconds are of some.
     """
     before = _before(held, needs)
     turn = turns(len(before), *_pairs(before))
     if (turn == NO_TURN).any():
-        return False
+        return None
     is_collective = np.isin(table.kind, _COLLECTIVE_CODES).tolist()
-    ready = np.empty(seconds.shape[1])
+    found, ready = np.zeros((len(before), 2)) if meetings is None else meetings, np.empty(seconds.shape[1])
     for action in np.argsort(turn, kind="stable").tolist():
         ready.fill(0.0)
         for needed in before[action]:
             np.maximum(ready, seconds[needed], out=ready)
         if is_collective[action]:
-            ready.fill(ready.max())
-            seconds[action] = seconds[action].max()
+            if meetings is None:
+                found[action] = ready.max(), seconds[action].max()
+            ready.fill(found[action, 0])
+            seconds[action] = found[action, 1]
         if start_s is not None:
             start_s[action] = ready
         seconds[action] += ready
-    return True
+    return found
 
 
 def _before(held: Int32Array, needs: Waits) -> list[list[int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -205,22 +205,27 @@ class _Alike:
         seconds = self._seconds()
         num_tails = int(np.count_nonzero(seconds.tensor_s)) if seconds.tensor_s.any() else 0
         num_spans, num_ranks = seconds.held_s.size + num_tails, self.prepared.num_copies
-        end_s = self._ends(seconds)
-        if end_s is None:
+        meetings = self._run(seconds)
+        if meetings is None:
             return None
-        return AlikeTimeline(num_ranks, num_spans, float(end_s.max()), self._expand, self._computing)
+        expand, makespan_s = partial(self._expand, meetings), float(seconds.held_s.max())
+        return AlikeTimeline(num_ranks, num_spans, makespan_s, expand, self._computing)
 
-    def _seconds(self) -> ActionSeconds:
+    def _seconds(self, ranks: Int64Array | None = None) -> ActionSeconds:
         lookup, times = self.prepared.lookup, of_first_rank(self.times, self.prepared.lookup.shape[0])
-        return action_seconds(lookup, times, self.jitter, self.seed, self.prepared.num_copies)
+        return action_seconds(lookup, times, self.jitter, self.seed, self.prepared.num_copies, ranks)
 
-    def _ends(self, seconds: ActionSeconds, start_s: Float64Array | None = None) -> Float64Array | None:
-        """The end of each action on each rank, [num_actions, num_ranks], in place of `seconds.held_s`."""
-        needs = self.prepared.waits(seconds.stream, self.overlap)
+    def _run(
+        self,
+        seconds: ActionSeconds,
+        start_s: Float64Array | None = None,
+        meetings: Float64Array | None = None,
+    ) -> Float64Array | None:
+        """`run_alike`: `seconds.held_s` becomes the end of each action, [num_actions, num_ranks]."""
+        needs, stream = self.prepared.waits(seconds.stream, self.overlap), _held(seconds.stream, self.overlap)
         total_s = seconds.held_s
         total_s += seconds.tensor_s
-        runs = run_alike(self.prepared.lookup.table, _held(seconds.stream, self.overlap), total_s, needs, start_s)
-        return total_s if runs else None
+        return run_alike(self.prepared.lookup.table, stream, total_s, needs, start_s, meetings)
 
     def _computing(self) -> tuple[Float64Array, Float64Array]:
         """What ranks compute, [num_ranks], and the seconds of their actions, [num_actions, num_ranks]."""
@@ -233,13 +238,13 @@ class _Alike:
         total_s += seconds.tensor_s
         return busy_s, total_s
 
-    def _expand(self, ranks: Int64Array) -> Timeline:
-        """The spans of some ranks. Simulating twice takes less than keeping what a search hardly reads."""
-        seconds = self._seconds()
-        start_s = np.empty_like(seconds.held_s)
-        end_s = self._ends(replace(seconds, held_s=seconds.held_s.copy()), start_s)
-        assert end_s is not None, "what was simulated once runs"
-        columns = (column[:, ranks].T for column in (seconds.held_s, seconds.tensor_s, start_s, end_s))
+    def _expand(self, meetings: Float64Array, ranks: Int64Array) -> Timeline:
+        """The spans of some ranks, which meet the others as they did. Simulating these anew takes less than keeping
+        what a search hardly reads."""
+        seconds = self._seconds(ranks)
+        start_s, end_s = np.empty_like(seconds.held_s), seconds.held_s.copy()
+        self._run(replace(seconds, held_s=end_s), start_s, meetings)
+        columns = (column.T for column in (seconds.held_s, seconds.tensor_s, start_s, end_s))
         held_s, tensor_s, starts_s, ends_s = (np.ascontiguousarray(column).reshape(-1, 1) for column in columns)
         tiled = ActionSeconds(np.tile(seconds.stream, len(ranks)), held_s, tensor_s)
         return timeline_of(action_table(self.prepared.program, ranks), tiled, starts_s[:, 0], ends_s[:, 0])
