@@ -19,7 +19,6 @@ from functools import cached_property
 import numpy as np
 
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
-from motet.core.workload import BACKBONE
 from motet.planner.stages.blocks import Blocks
 from motet.planner.stages.recompute import LeastRecompute, RecomputeMode
 from motet.schedule import Kind, Program
