@@ -2,7 +2,7 @@
 
 The search has tried all that is not pinned. So what can change are the batch, where it does not divide; the pins, one
 at a time or all; the strategies beside the pinned ones; and the number of nodes. Each change that is named was tried:
-the strategy proposes a Plan with it.
+the strategy proposes a Plan with it, which fits in simulation.
 """
 
 from __future__ import annotations
@@ -10,22 +10,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
-from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy
+from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy, predict_candidate
 from motet.planner.field_pins import proposals_for
 from motet.planner.job import Job
 from motet.planner.step_bound import step_bound
+from motet.simulate.predict.beyond_profile import guesses
 
 _FEW_NODES = 16
 _NODE_FACTORS = (1.25, 1.5, 2, 3, 4, 8)
 """Every number of nodes up to _FEW_NODES is tried, and these multiples of the job's."""
 _PINS = ("recompute", "microbatch_size", "tp", "pp", "dp", "schedule", "balance")
 """Pins in the order in which they are released: what costs a user least comes first."""
+_MAX_TRIED = 3
+"""So many candidates of a strategy are simulated, to see whether one fits."""
 
 
 def nearest_miss(ruled_out: Sequence[RuledOut]) -> RuledOut | None:
@@ -107,9 +111,19 @@ def _more_nodes(num_nodes: int) -> list[int]:
 
 
 def _proposed(strategy: Strategy, job: Job, pins: Pins) -> Candidate | None:
-    """The first candidate with all pins, which has the least estimate; None if there is none."""
+    """A candidate with all pins that fits memory in simulation: of the first, which have the least estimates. None if
+    there is none.
+    """
     try:
         proposals = (each for each in proposals_for(strategy, job, pins) if isinstance(each, Candidate))
-        return next(proposals, None)
+        return next((each for each in islice(proposals, _MAX_TRIED) if _fits(job, each)), None)
     except UserError:  # A profile may lack what the strategy needs.
         return None
+
+
+def _fits(job: Job, candidate: Candidate) -> bool:
+    try:
+        prediction = predict_candidate(job, candidate)
+    except UserError:  # The cluster cannot run it.
+        return False
+    return not guesses(prediction.beyond) and float(prediction.peak_bytes.max()) <= job.capacity_bytes

@@ -155,3 +155,20 @@ def test_the_strategies_beside_those_pinned_are_tried():
     pins = Pins(strategies=("a",))
     assert would_fit(job(), strategies, pins, RuledOut("a", "", "it has two modules")) == ("strategy 'b'",)
     assert asked == ["b"]
+
+
+def test_what_is_named_fits_in_simulation_too():
+    """A strategy may propose what memory does not hold once it is simulated: its own count of bytes is coarser."""
+
+    def coarse(given: Job, pins: Pins):
+        generous = given.on(replace(given.cluster, device=replace(given.cluster.device, memory_bytes=4 * 10**9)))
+        for one in STRATEGIES["chain"](generous, Pins()):
+            if isinstance(one, Candidate):
+                yield replace(one, plan=replace(one.plan, cluster=given.cluster))
+
+    def remedies(memory_mbytes: int) -> tuple[str, ...]:
+        nearest = RuledOut("coarse", "", "it has TP 4")
+        return would_fit(job(memory_mbytes=memory_mbytes), {"coarse": coarse}, Pins(tp=4), nearest)
+
+    assert remedies(4000)[0].startswith("TP ")
+    assert remedies(60) == ()
