@@ -1,10 +1,12 @@
 """A model whose products or experts ranks share is filled by each of them, and exported whole."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoImageProcessor, SiglipVisionConfig, SiglipVisionModel
 
 from cli.tiny_job import losses, write_tiny_job
 from dist.test_planned import DEEPER, plan_of, train_under
@@ -48,3 +50,22 @@ def test_an_export_is_that_of_one_process(tmp_path, schedule, overrides, degrees
         assert found[name].keys() == tensors.keys()
         for key, tensor in tensors.items():
             torch.testing.assert_close(found[name][key], tensor, rtol=1e-10, atol=1e-12)
+
+
+def test_an_encoder_is_exported_beside_what_makes_its_rows(tmp_path):
+    job, tower = write_tiny_job(tmp_path / "data"), tmp_path / "tower"
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
+    SiglipVisionModel(SiglipVisionConfig(image_size=16, patch_size=4, **sizes)).save_pretrained(tower)
+    said = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 64, "width": 64}, "resample": 3}
+    (tower / "preprocessor_config.json").write_text(
+        json.dumps(said | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3})
+    )
+    before, rest = job.read_text().split("[model.encoders.image]")
+    after = rest[rest.index("[model.encoders.audio]") :].replace("merge_size = 2\nchannels = 1", "fixed_size = 16")
+    job.write_text(f'{before}[model.encoders.image]\nfamily = "siglip"\npath = "{tower}"\n{after}')
+    overrides = ["run.steps=1", "data.heldout=[]", "export.at_end=true", f"run.dir={tmp_path / 'run'}"]
+    run_ranks(train_under, 1, str(job), overrides, None)
+    folder = tmp_path / "run" / "export" / "encoders"
+    processor = AutoImageProcessor.from_pretrained(folder / "image")
+    assert processor.size == {"height": 16, "width": 16} and (folder / "image" / "model.safetensors").is_file()
+    assert not (folder / "audio" / "preprocessor_config.json").exists()

@@ -18,12 +18,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from motet.assign.groups import grouped, groups_under
+from motet.assign.groups import groups_under
 from motet.assign.step import StepAssignment
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.plan import ORDERED_BALANCES, Order, Plan, Unit
-from motet.core.spec import Layer
+from motet.core.spec import Layer, Module
 from motet.core.workload import BACKBONE, BatchLengths, total_lengths
 from motet.cost.flops import work_of_items
 from motet.cost.model import Work
@@ -87,7 +87,7 @@ def with_best_order(job: Job, candidate: Candidate, given: Prediction, pins: Pin
         return candidate, given
     stages = job.planned(candidate.plan)
     assignment_given = job.assignment(candidate.plan)
-    best, best_plan = given, candidate.plan
+    best, best_plan, best_assignment = given, candidate.plan, assignment_given
     for plan in _reordered_plans(job, candidate.plan, pins):
         if best_plan.order == "both" and plan.order != "both":
             continue  # "both" is faster already: its halves are not tried.
@@ -95,12 +95,12 @@ def with_best_order(job: Job, candidate: Candidate, given: Prediction, pins: Pin
         if not _are_alike(assignment, assignment_given):
             prediction = predict_assigned(plan, stages, assignment, job.cost, exchange=job.exchange)
             if is_faster(prediction.step_s, best.step_s) and prediction.peak_bytes.max() <= job.capacity_bytes:
-                best, best_plan = prediction, plan
+                best, best_plan, best_assignment = prediction, plan, assignment
     if best_plan is candidate.plan:
         return candidate, given
     what = "grouping and order" if best_plan.microbatch_caps else "order"
     fact = f"By the {what} of its examples a step takes {1 - best.step_s / given.step_s:.1%} less than as they come."
-    bound_s = candidate.bound_s * share_under_caps(job, best_plan)
+    bound_s = candidate.bound_s * share_left(job, best_plan, assignment_given, best_assignment)
     return replace(candidate, plan=best_plan, bound_s=bound_s, tell=candidate.telling(fact)), best
 
 
@@ -108,40 +108,44 @@ def can_win(job: Job, candidate: Candidate, pins: Pins, fastest_s: float) -> boo
     """Whether a step of the candidate, in an order that `with_best_order` tries, may take less than `fastest_s`."""
     if candidate.bound_s < fastest_s or not _can_be_ordered(job, candidate.plan, pins):
         return candidate.bound_s < fastest_s
-    plans = _reordered_plans(job, candidate.plan, pins)
-    return any(candidate.bound_s * share_under_caps(job, plan) < fastest_s for plan in plans)
+    # Those by which other examples come together: "intra" brings together what "both" does.
+    plans = (plan for plan in _reordered_plans(job, candidate.plan, pins) if plan.order == "both")
+    given = job.assignment(candidate.plan)
+    shares = (share_left(job, plan, given, job.assignment(plan)) for plan in plans)
+    return any(candidate.bound_s * share < fastest_s for share in shares)
 
 
-def share_under_caps(job: Job, plan: Plan) -> float:
-    """Which share of the seconds of passes is left, at least, where a Plan has caps: of the block that gains most.
+def share_left(job: Job, plan: Plan, given: StepAssignment, other: StepAssignment) -> float:
+    """Which share of the seconds of passes is left, at least, if other examples come together: of the block that gains
+    most.
 
-    Groups may be fewer than microbatches of equally many examples, so that weights are read less often.
+    Groups under caps may be fewer than microbatches, so that weights are read less often; alike items are padded less.
     """
-    if not plan.microbatch_caps:
+    if _are_alike(given, other):
         return 1.0
-    groups = grouped(job.batch, plan.microbatch_caps, plan.batch_size // plan.microbatch_size)
-    count = int(groups.max()) + 1
     shares = [1.0]
     for module in job.model.modules:
-        name, items, unit = module.name, job.batch.of(module.name), plan.unit_of(module.name)
-        of_items, targets = groups[items.example], None
-        if name == BACKBONE:
-            of_items, targets = groups, np.bincount(groups, job.batch.num_targets, count).astype(np.int64)
-        before, after = dict[Layer, Float64Array](), dict[Layer, Float64Array]()
-        for layer in dict.fromkeys(module.layers):
-            as_they_come = job.work(name, layer, plan.microbatch_size)
-            in_groups = work_of_items(layer, items, of_items, count, padded=module.padded, num_targets=targets)
-            before[layer], after[layer] = (_seconds(job, unit, name, layer, each) for each in (as_they_come, in_groups))
+        unit, layers = plan.unit_of(module.name), dict.fromkeys(module.layers)
+        before, after = (
+            {layer: _seconds(job, module, unit, layer, each) for layer in layers} for each in (given, other)
+        )
         for block in module.blocks:
             old, new = (np.sum([of[module.layers[index]] for index in block], axis=0) for of in (before, after))
             shares += (new[old > 0] / old[old > 0]).tolist()
     return min(shares)
 
 
-def _seconds(job: Job, unit: Unit, name: str, layer: Layer, work: Work) -> Float64Array:
-    """Forward, and backward for the input and for the weights, each with its messages, over all microbatches: [3]."""
+def _seconds(job: Job, module: Module, unit: Unit, layer: Layer, assignment: StepAssignment) -> Float64Array:
+    """Forward, and backward for the input and for the weights, each with its messages, of all passes: [3]."""
+    items, targets = assignment.modules[module.name], None
+    cell = items.batch_index(assignment.num_microbatches)
+    count = items.num_replicas * assignment.num_microbatches
+    if module.name == BACKBONE:
+        targets = np.bincount(cell, job.batch.num_targets, count).astype(np.int64)
+    lengths = job.batch.of(module.name)
+    work = work_of_items(layer, lengths, cell, count, padded=module.padded, num_targets=targets)
     work = Work(work.rows / unit.cp, work.pairs / unit.cp)
-    seconds = job.cost.unwrapped().layer_seconds(name, layer, work, unit.tp)
+    seconds = job.cost.unwrapped().layer_seconds(module.name, layer, work, unit.tp)
     messages_s = job.cost.tensor_seconds(layer, work, range(unit.tp)).sum() if unit.tp > 1 else 0.0
     passes = seconds.forward_s, seconds.input_s, seconds.weight_s
     return np.array([each.sum() + messages_s for each in passes])
