@@ -190,7 +190,7 @@ def _train_phases(recipe: Path, phases: dict[str, list[str]], resume: str, trace
             )
     for number, (name, overrides) in enumerate(phases.items()):
         if resumed is None or name == resumed:
-            phase = PhaseOfRun(name, number + 1, len(phases), (*folders, None)[number + 1])
+            phase = PhaseOfRun(name, number + 1, len(phases), tuple(folders[number + 1 :]))
             plan = plans[number] if plans else None
             _train(jobs[name], recipe, overrides, resume, trace, plan, phase)
         if name == resumed:

@@ -58,9 +58,8 @@ def train_rank(rank, num_ranks, recipe, overrides, resume="auto"):
                 chosen = of_phase(overrides, name)
                 read = load_recipe(path, chosen)
                 plan = partial(plan_first, read, path, chosen) if read.parallel else None
-                train(
-                    read, resume=resume, plan=plan, phase=PhaseOfRun(name, number, len(names), (*folders, None)[number])
-                )
+                phase = PhaseOfRun(name, number, len(names), tuple(folders[number:]))
+                train(read, resume=resume, plan=plan, phase=phase)
             if not names:
                 train(load_recipe(path, overrides), resume=resume)
         except UserError as error:
@@ -167,6 +166,34 @@ def test_a_run_goes_on_inside_a_phase_and_passes_over_those_that_ended(jobs, tmp
     shutil.rmtree(tmp_path / "align/checkpoints/step-00000004")
     assert "Resuming after step 2" in run(phased, 1, tmp_path)
     assert (losses(tmp_path / "align"), losses(tmp_path / "tune")) == whole
+
+
+@pytest.mark.slow
+def test_phases_before_one_that_has_begun_are_neither_trained_again_nor_longer(jobs, tmp_path):
+    """Their checkpoints may be removed, as the one that has begun has its own; it would not go on behind others."""
+    phased, _ = jobs
+    recipe = phased.with_name("three.toml")
+    third = '[[run.phase]]\nname = "last"\nsteps = 1\n\n'
+    recipe.write_text(
+        phased.read_text().replace("steps = 3", "epochs = 0.1").replace("[data]\n", f"{third}[data]\n", 1)
+    )
+    run(recipe, 1, tmp_path)
+    whole = losses(tmp_path / "align"), losses(tmp_path / "last")
+    longer = recipe.with_name("longer.toml")
+    longer.write_text(recipe.read_text().replace("steps = 4", "steps = 6"))
+    said = run_ranks(train_rank, 2, str(longer), [*EXACT, f"run.dir={tmp_path}"])
+    begun = tmp_path / "tune/checkpoints"
+    assert said[0] == said[1]
+    assert said[0] == (
+        f"{tmp_path}/align/checkpoints has no checkpoint of step 6, the last one of its training phase, and {begun} "
+        "has some of a phase behind it, which began with other weights than this one would end with: "
+        f"remove {begun} to train that phase anew, or state the steps that this one had."
+    )
+    for name in ("align", "tune"):
+        shutil.rmtree(tmp_path / name / "checkpoints")
+    said = run(recipe, 1, tmp_path)
+    assert "Phase align (1 of 3) has ended, with step 4." in said and "Phase tune (2 of 3) has ended, with 0.1 " in said
+    assert "Resuming after step 1 from" in said and (losses(tmp_path / "align"), losses(tmp_path / "last")) == whole
 
 
 @pytest.mark.slow

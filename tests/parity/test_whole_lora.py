@@ -156,6 +156,22 @@ def test_one_part_goes_on_alone_as_peft_does(job, tmp_path, part):
     assert abs(alone.loss - against.ours(job).loss) > 1e-3 * alone.loss
 
 
+def test_projectors_that_stand_in_a_list_come_back_beside_adapters(tmp_path):
+    """Qwen3-VL has one behind each of some layers of its tower, too; peft takes no list of modules."""
+    whole_models.write_job(tmp_path, "qwen3_vl", 3)
+    moved = exported(
+        tmp_path,
+        tmp_path / "out",
+        LORA[:1],
+        lambda name, weight: weight * 3 if "projector" in name else weight,
+    )
+    saved = json.loads((moved / "adapter_config.json").read_text())["modules_to_save"]
+    assert sum("deepstack_merger_list." in name for name in saved) == len(saved) - 1 > 0
+    theirs = against.theirs(tmp_path, moved)
+    assert max(against.ours(tmp_path, overrides=[f"model.lora.path={moved}"]).distance(theirs)) < 1e-10
+    assert abs(theirs.loss - against.theirs(tmp_path).loss) > 1e-3 * theirs.loss
+
+
 def test_merged_it_is_a_directory_that_transformers_reads(job, alone, tmp_path):
     again = tmp_path / "again"
     shutil.copytree(job, again, ignore=shutil.ignore_patterns("model", "*.motet-index"))

@@ -74,12 +74,12 @@ _MEMORY_ADVICE = (
 
 @dataclasses.dataclass(frozen=True)
 class PhaseOfRun:
-    """Which training phase a run is. number: from 1, of `count`. then: the folder of the next phase's run, if any."""
+    """Which training phase a run is. number: from 1, of `count`. later: the folders of the runs of those behind it."""
 
     name: str
     number: int
     count: int
-    then: Path | None = None
+    later: tuple[Path, ...] = ()
 
 
 def train(
@@ -122,8 +122,8 @@ def train(
         check_same_recipe(recipe, world)
         if phase is not None:
             name = f"Phase {phase.name} ({phase.number} of {phase.count})"
-            if phase.then is not None and resume == "auto" and phase_has_ended(recipe, phase.then, world, say):
-                say(f"{name} has ended, with step {recipe.run.num_steps}.")
+            if phase.later and resume == "auto" and phase_has_ended(recipe, phase.later, world, say):
+                say(f"{name} has ended, with {f'step {recipe.run.steps}' if recipe.run.steps else recipe.run.length}.")
                 return
             say(f"{name}: {recipe.run.length}, in {recipe.run.dir}.")
         if plan is not None:

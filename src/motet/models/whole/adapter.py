@@ -110,13 +110,17 @@ def check_one_adapter(configs: Mapping[str, LoraConfig]) -> None:
 
 
 def _modules_of(model: nn.Module, names: Collection[str]) -> list[str]:
-    """The fewest modules that have all these weights, each with as few others as can be."""
+    """The fewest modules that have all these weights, each with as few others as can be.
+
+    peft saves no list of modules, which nothing calls, so those in it are named.
+    """
     chosen = []
 
     def look(path: str, module: nn.Module) -> None:
         inside = {f"{path}.{name}" for name, _ in module.named_parameters()}
         own = {f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)}
-        if (inside and inside.issubset(names)) or not own.isdisjoint(names):
+        is_whole = bool(inside) and inside.issubset(names) and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if is_whole or not own.isdisjoint(names):
             chosen.append(path)
         elif not inside.isdisjoint(names):
             for name, child in module.named_children():

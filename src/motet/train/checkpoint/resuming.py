@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from motet.core.errors import UserError
+from motet.core.errors import JointUserError, UserError
 from motet.core.text_files import parse_toml, read_text
 from motet.models.mllm import MLLM
 from motet.train.checkpoint.choice import Say, Start, choose_checkpoint, newest_whole, remove_all, verified_start
@@ -84,20 +85,30 @@ def has_ended(recipe: Recipe) -> bool:
     return recipe.run.epochs is None and is_checkpoint(recipe.run.dir / CHECKPOINTS / name_of(recipe.run.num_steps))
 
 
-def phase_has_ended(recipe: Recipe, then: Path, world: World, say: Say) -> bool:
-    """Whether a training phase has ended, or the phase after it has a checkpoint of its own.
+def phase_has_ended(recipe: Recipe, later: Sequence[Path], world: World, say: Say) -> bool:
+    """Whether a training phase has ended, or a phase behind it has begun. A collective.
 
     It has not if what comes behind its last checkpoint (evaluation, export, report) was cut short, nor if that
-    checkpoint is damaged: it is renamed, so that the phase goes on from the newest whole one. A collective.
-    then: the folder of the run of the phase after it.
+    checkpoint is damaged: it is renamed, so that the phase goes on from the newest whole one. Its checkpoints may be
+    gone once the next phase has its own.
+    later: the folders of the runs of the phases behind it.
+    Raises JointUserError if it has steps left to take, as the phases that have begun would not go on behind them.
     """
+    folder = recipe.run.dir / CHECKPOINTS
     with world.together():
-        last = recipe.run.dir / CHECKPOINTS / name_of(recipe.run.num_steps) if has_ended(recipe) else None
-        seen = last, bool(checkpoints(then / CHECKPOINTS)), last is not None and _is_reported(last, recipe.run.dir)
-    last, has_begun, is_reported = world.gather(seen)[0]
-    if last is None or has_begun:
-        return last is not None
-    return is_reported and newest_whole([last], [last], world, say) is not None
+        last = folder / name_of(recipe.run.num_steps) if has_ended(recipe) else None
+        begun = next((each / CHECKPOINTS for each in later if checkpoints(each / CHECKPOINTS)), None)
+        seen = last, begun, bool(checkpoints(folder)), last is not None and _is_reported(last, recipe.run.dir)
+    last, begun, has_own, is_reported = world.gather(seen)[0]
+    if begun is None:
+        return last is not None and is_reported and newest_whole([last], [last], world, say) is not None
+    if last is None and has_own and recipe.run.epochs is None:
+        raise JointUserError(
+            f"{folder} has no checkpoint of step {recipe.run.num_steps}, the last one of its training phase, and "
+            f"{begun} has some of a phase behind it, which began with other weights than this one would end with: "
+            f"remove {begun} to train that phase anew, or state the steps that this one had."
+        )
+    return last is not None or not has_own
 
 
 def _is_reported(checkpoint: Path, run_dir: Path) -> bool:
