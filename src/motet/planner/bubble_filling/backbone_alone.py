@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
 from motet.core.arrays import Float64Array
 from motet.core.plan import Unit
 from motet.planner.bubble_filling.backbone_bubbles import BackbonePipeline, backbone_of
@@ -19,9 +17,9 @@ from motet.planner.bubble_filling.encoder_plans import EncoderPlans
 from motet.schedule import PlannedStage, add_communication, add_data_parallel, split_parts
 from motet.schedule.layout import LAYER_PARTS
 from motet.schedule.program import Program
-from motet.simulate.engine.simulate import Prepared, simulate
+from motet.simulate.engine.simulate import Prepared, makespans, simulate
 from motet.simulate.engine.stage_times import Part, StageTimes
-from motet.simulate.predict.program_times import stage_times_of
+from motet.simulate.predict.program_times import constant_times, times_in_islands
 from motet.simulate.predict.traffic import Traffic
 
 _MAX_PARTS = 200_000
@@ -81,13 +79,15 @@ class BackboneAlone:
         zero = {number: stage.zero for number, stage in enumerate(stages) if len(stage.data_ranks) > 1}
         trainable = [number for number, stage in enumerate(stages) if stage.trainable]
         program = add_communication(add_data_parallel(pricing.planned.program, zero, trainable))
-        # 2. Seconds of the microbatches of some replicas, and their mean.
-        replicas = [stage_times_of(pricing, traffic, n) for n in range(min(pricing.num_islands, MAX_TIMED_ISLANDS))]
-        mean = _mean(replicas)
-        # 3. The slowest replica; those whose microbatches are the same are simulated once.
-        unlike = {pricing.assignment.island_key(n, pricing.num_islands): times for n, times in enumerate(replicas)}
+        # 2. Seconds of some replicas, once for those whose microbatches are the same, and their mean.
+        num_islands = pricing.num_islands
+        keys = [pricing.assignment.island_key(n, num_islands) for n in range(min(num_islands, MAX_TIMED_ISLANDS))]
+        unlike = list(dict.fromkeys(keys))
+        times = times_in_islands(pricing, traffic, [keys.index(key) for key in unlike])
+        mean = _mean(times, len(unlike), [unlike.index(key) for key in keys], constant_times(traffic.collectives))
+        # 3. The slowest replica.
         prepared = Prepared(program)
-        slowest_s = max(simulate(prepared, times).makespan_s for times in unlike.values())
+        slowest_s = float(makespans(prepared, times, len(unlike)).max())
         return _Backbone(stages, mean, program, slowest_s / simulate(prepared, mean).makespan_s)
 
     def _parted(self, backbone: _Backbone) -> _Backbone:
@@ -114,13 +114,15 @@ def _halves(num_layers: int) -> tuple[Part, ...]:
     return (Part(half, "tensor"), Part(half)) * (2 * num_layers)
 
 
-def _mean(replicas: list[StageTimes]) -> StageTimes:
-    """The mean over replicas and microbatches, with one column each."""
+def _mean(times: StageTimes, num_unlike: int, replicas: Sequence[int], constant: StageTimes) -> StageTimes:
+    """The mean over replicas and microbatches, with one column each.
+
+    times: of unlike replicas. replicas: of each replica the one that it is like. constant: what is the same in all.
+    """
 
     def mean(name: str) -> Float64Array:
-        columns: Float64Array = np.mean(
-            [getattr(times, name).mean(axis=1, keepdims=True) for times in replicas], axis=0
-        )
+        of_unlike = getattr(times, name).mean(axis=1).reshape(num_unlike, -1, 1)
+        columns: Float64Array = of_unlike[list(replicas)].mean(axis=0)
         return columns
 
     return StageTimes(
@@ -132,7 +134,7 @@ def _mean(replicas: list[StageTimes]) -> StageTimes:
         mean("backward_tensor_s"),
         mean("send_s"),
         mean("return_s"),
-        gather_s=replicas[0].gather_s,
-        reduce_s=replicas[0].reduce_s,
-        step_s=replicas[0].step_s,
+        gather_s=constant.gather_s,
+        reduce_s=constant.reduce_s,
+        step_s=constant.step_s,
     )

@@ -185,7 +185,8 @@ class _Held:
         self._stages = [np.flatnonzero(limits.rank == number) for number in ranks]
         self._start_bytes = blocks.start_bytes * (np.diff(stage, prepend=-1) != 0)
         first, last = blocks.ends_of_backbone
-        self._ends = () if stage[first] == stage[last] else (first, last)
+        # Of weights that two stages share, a rank with both of them has what they share once.
+        self._end = {} if stage[first] == stage[last] else {int(rank[end]): end for end in (last, first)}
 
     def peak_bytes(self, rank: int, recomputed: BoolArray) -> float:
         """State, activations of the fullest moment, and the largest transients of a pipeline rank."""
@@ -196,11 +197,8 @@ class _Held:
         return self._state_bytes(rank) + float(held.max() + working.max())
 
     def _state_bytes(self, rank: int) -> float:
-        own = self._own[rank]
-        state_bytes = float(self.blocks.state_bytes[own].sum())
-        # A rank with both stages has what they share once.
-        ends = [end for end in self._ends if end in own]
-        return state_bytes + float(self.blocks.apart_bytes[ends[0]]) if ends else state_bytes
+        state_bytes = float(self.blocks.state_bytes[self._own[rank]].sum())
+        return state_bytes + float(self.blocks.apart_bytes[self._end[rank]]) if rank in self._end else state_bytes
 
     def _kept_bytes(self, rank: int, is_recomputed: BoolArray | bool) -> Float64Array:
         """[stages of the rank]: activations that a microbatch keeps. is_recomputed: of the rank's blocks."""
