@@ -28,7 +28,7 @@ from motet.core.workload import BACKBONE, BatchLengths, total_lengths
 from motet.cost.flops import work_of_items
 from motet.cost.model import Work
 from motet.planner.candidate import Candidate, Pins, RuledOut, is_faster
-from motet.planner.job import Job
+from motet.planner.job import MAX_COMPARED, Job
 from motet.schedule import check_fit
 from motet.schedule.plan_units import pipelined_units, units_in_bubbles
 from motet.simulate.predict.predict import predict_assigned
@@ -105,8 +105,11 @@ def with_best_order(job: Job, candidate: Candidate, given: Prediction, pins: Pin
 
 
 def can_win(job: Job, candidate: Candidate, pins: Pins, fastest_s: float) -> bool:
-    """Whether a step of the candidate, in an order that `with_best_order` tries, may take less than `fastest_s`."""
-    if candidate.bound_s < fastest_s or not _can_be_ordered(job, candidate.plan, pins):
+    """Whether a step of the candidate, in an order that `with_best_order` tries, may take less than `fastest_s`.
+
+    Of more than MAX_COMPARED examples, which take long to order, by the bound of these as they come.
+    """
+    if candidate.bound_s < fastest_s or job.batch_size > MAX_COMPARED or not _can_be_ordered(job, candidate.plan, pins):
         return candidate.bound_s < fastest_s
     # Those by which other examples come together: "intra" brings together what "both" does.
     plans = (plan for plan in _reordered_plans(job, candidate.plan, pins) if plan.order == "both")
