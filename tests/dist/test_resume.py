@@ -162,12 +162,14 @@ def names(folder):
 @pytest.mark.slow
 def test_a_path_changes_nothing_before_there_is_something_new(job, tmp_path):
     run(job, 1, tmp_path / "a", "checkpoint.every_steps=2", "checkpoint.keep=9")
-    before = names(tmp_path / "a/checkpoints")
+    before, whole = names(tmp_path / "a/checkpoints"), losses(tmp_path / "a")
     (said,) = run(job, 1, tmp_path / "a", "run.steps=4", resume=str(tmp_path / "a/checkpoints/step-00000004"))
     assert "step-00000004, which is the last step" in said
     assert names(tmp_path / "a/checkpoints") == before
+    assert losses(tmp_path / "a") == whole[:4]
     (said,) = run(job, 1, tmp_path / "a")
     assert "Resuming after step 8" in said
+    assert losses(tmp_path / "a") == whole
 
 
 @pytest.mark.slow

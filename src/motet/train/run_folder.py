@@ -17,7 +17,7 @@ from pathlib import Path
 from motet.core.errors import UserError
 from motet.core.files import names_open_file
 from motet.train.checkpoint.contents import CHECKPOINTS
-from motet.train.report.step_lines import METRICS, step_of
+from motet.train.report.step_lines import ASIDE, METRICS, step_of
 
 LOCK, REPORT = "run.lock", "report.html"
 FILES = (
@@ -26,6 +26,7 @@ FILES = (
     "metrics.jsonl",
     "bad_steps.jsonl",
     "heldout.jsonl",
+    ASIDE,
     "answers.json",
     "made.json",
     "last_step.json",

@@ -273,7 +273,7 @@ class _Run:
         """Start to save a checkpoint of the steps done. A collective."""
         self.buffers.check(self.world)  # Not all modules have input in the first step.
         if self.log is not None:
-            self.log.flush()
+            self.log.begin_checkpoint()
         self.job.checkpointer.save(self.job.model, self.job.optimizer, self.job.progress)
 
     def _open_feed(self) -> Feed:

@@ -1,6 +1,6 @@
 """Where a run's metrics go: `metrics.jsonl` (a line a step), trackers, and the terminal. Rank 0 only.
 
-A resumed run removes the lines after the step from which it resumes, so that the file has every step once. If a file
+A resumed run cuts off the lines after the step from which it resumes, so that the file has every step once. If a file
 cannot be written, nothing is raised: `failure` says why, and all ranks stop together (`trainer.py`). A run goes on if
 its terminal has gone, or a service that it reports to.
 """
@@ -20,7 +20,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from motet.core.errors import UserError
 from motet.crash import silence
-from motet.train.report.step_lines import BAD_STEPS, HELDOUT, HELDOUT_FILE, METRICS, Lines, cut_lines, to_json
+from motet.train.report.step_lines import (
+    HELDOUT,
+    HELDOUT_FILE,
+    Lines,
+    cut_lines,
+    forget_aside,
+    go_on_behind,
+    to_json,
+)
 from motet.train.report.trackers import Tracker, open_trackers
 from motet.train.run_folder import writing
 
@@ -44,9 +52,7 @@ class MetricsLog:
         self._num_steps = num_steps
         self._path = run_dir / "metrics.jsonl"
         with writing(run_dir):
-            cut_lines(self._path, first_step, METRICS)
-            cut_lines(run_dir / "bad_steps.jsonl", first_step, BAD_STEPS)
-            cut_lines(run_dir / HELDOUT_FILE, first_step, HELDOUT)
+            go_on_behind(run_dir, first_step)
             self._file = Lines(self._path)
             self._trackers = open_trackers(report_to, run_dir, first_step, config)
         self._console = Console(file=Terminal())
@@ -81,8 +87,14 @@ class MetricsLog:
         scalars |= {f"heldout/losses/{name}": of_generator for name, of_generator in made.items()}
         self._to_trackers(lambda tracker: tracker.add({"heldout/loss": loss, **scalars}, step))
 
+    def begin_checkpoint(self) -> None:
+        """Flush events to the disk before a checkpoint, which counts their steps as done."""
+        self.flush()
+        with self._noting_failure():
+            forget_aside(self._path.parent)
+
     def flush(self) -> None:
-        """Flush events to the disk; done before a checkpoint, which counts their steps as done."""
+        """Flush events to the disk."""
         self._to_trackers(lambda tracker: tracker.flush())
 
     def check(self) -> None:

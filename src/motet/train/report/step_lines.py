@@ -1,4 +1,8 @@
-"""JSON files with a line a step. Each line is written whole or not at all; a resumed run cuts the later lines off."""
+"""JSON files with a line a step. Each line is written whole or not at all; a resumed run cuts the later lines off.
+
+What is cut off is kept aside until the run begins a checkpoint of its own: until then it may go on from a later one
+again, whose steps these are (`--resume PATH`).
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,9 @@ METRICS = frozenset(("step", "loss", "step_s", "num_tokens", "phases", "balance"
 BAD_STEPS = frozenset(("step", "cause"))
 HELDOUT = frozenset(("step", "loss", "exact_match"))
 """Keys that every line of heldout.jsonl has; METRICS are those of metrics.jsonl, BAD_STEPS of bad_steps.jsonl."""
+_FILES = {"metrics.jsonl": METRICS, "bad_steps.jsonl": BAD_STEPS, HELDOUT_FILE: HELDOUT}
+ASIDE = "cut_off.json"
+"""What was cut off of them, and behind which step."""
 
 
 def to_json(value: Any, **options: Any) -> str:
@@ -78,6 +85,40 @@ def heldout_steps(run_dir: Path) -> list[int]:
     """The steps behind which this run has been evaluated."""
     path = run_dir / HELDOUT_FILE
     return [line["step"] for line in read_lines(path)] if path.exists() else []
+
+
+def go_on_behind(run_dir: Path, first_step: int) -> None:
+    """Let the files of a run end with `first_step`: with lines that were kept aside, and without those behind it.
+
+    Raises UserError as `cut_lines` does.
+    """
+    aside = run_dir / ASIDE
+    if aside.exists():
+        kept = json.loads(aside.read_bytes())
+        for name, lines in kept["lines"].items():
+            cut_lines(run_dir / name, kept["step"], _FILES[name])
+            before = (run_dir / name).read_bytes() if (run_dir / name).exists() else b""
+            if lines:
+                write_whole(run_dir / name, before + lines.encode())
+    behind = {name: _lines_behind(run_dir / name, first_step, keys) for name, keys in _FILES.items()}
+    if any(behind.values()):
+        write_whole(aside, json.dumps({"step": first_step, "lines": behind}).encode())
+    else:
+        forget_aside(run_dir)
+    for name, keys in _FILES.items():
+        cut_lines(run_dir / name, first_step, keys)
+
+
+def forget_aside(run_dir: Path) -> None:
+    """Remove what is kept aside, as the run begins a checkpoint that leads elsewhere."""
+    (run_dir / ASIDE).unlink(missing_ok=True)
+
+
+def _lines_behind(path: Path, first_step: int, keys: frozenset[str]) -> str:
+    """The lines of later steps than `first_step`, each whole; "" of a file that is not there."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    whole = [line for line in lines if line.endswith(b"\n") and (step_of(line, keys) or 0) > first_step]
+    return b"".join(whole).decode()
 
 
 def cut_lines(path: Path, first_step: int, keys: frozenset[str]) -> None:

@@ -6,7 +6,7 @@ import resource
 import pytest
 
 from motet.core.errors import UserError
-from motet.train.report.step_lines import Lines, cut_lines, to_json
+from motet.train.report.step_lines import METRICS, Lines, cut_lines, forget_aside, go_on_behind, to_json
 
 KEYS = frozenset(("step", "loss"))
 
@@ -58,3 +58,30 @@ def test_a_line_that_cannot_be_written_leaves_nothing_and_comes_with_the_next(tm
     lines.write("three")
     lines.close()
     assert path.read_text() == "one\ntwo\nthree\n"
+
+
+def test_what_is_cut_off_is_kept_until_the_run_goes_elsewhere(tmp_path):
+    def log(loss, *steps):
+        with open(tmp_path / "metrics.jsonl", "a") as file:
+            file.writelines(to_json(dict.fromkeys(METRICS, 0) | {"step": step, "loss": loss}) + "\n" for step in steps)
+
+    def logged():
+        lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        return [(line["step"], line["loss"]) for line in lines]
+
+    old = [(step, 1) for step in range(1, 9)]
+    log(1, *range(1, 9))
+    go_on_behind(tmp_path, 4)
+    assert logged() == old[:4]
+    log(2, 5, 6)
+    go_on_behind(tmp_path, 2)  # No checkpoint came of these two.
+    assert logged() == old[:2]
+    log(2, 3)
+    go_on_behind(tmp_path, 8)
+    assert logged() == old
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    go_on_behind(tmp_path, 4)
+    log(2, 5, 6)
+    forget_aside(tmp_path)
+    go_on_behind(tmp_path, 6)
+    assert logged() == [*old[:4], (5, 2), (6, 2)]
