@@ -4,6 +4,7 @@ import html
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -15,9 +16,12 @@ from cli.on_ranks import motet_on_ranks
 from cli.tiny_job import write_tiny_job
 from motet.analyze.lengths import read_lengths
 from motet.cli import main
+from motet.core.errors import UserError
 from motet.planner import what_if
 from motet.planning import measure
 from motet.planning.planned_recipe import read_job_recipe
+from motet.planning.under_plan import recipe_under_plan
+from motet.train.recipe.recipe_file import load_recipe
 from ranks import TIMEOUT_S
 
 RECIPE = """
@@ -343,6 +347,22 @@ def test_what_trains_has_ranks_that_share_sequences_as_context_says(tmp_path, mo
     motet(monkeypatch, "plan", *asks, "--ranks-per-node", "2", "--pin", "cp=2", "--pin", "dp=1", "--pin", "pp=1")
     units = json.loads((tmp_path / "plan.json").read_text())["units"]
     assert units[0]["cp"] == 2 and "Train it: torchrun" in capsys.readouterr().out
+
+
+def test_a_pin_that_outweighs_the_recipe_is_in_the_command_that_trains(tmp_path, monkeypatch, capsys):
+    """Training refuses a plan without the degrees that the recipe states."""
+    monkeypatch.chdir(tmp_path)
+    recipe = write_tiny_job(tmp_path)
+    recipe.write_text(recipe.read_text() + "[parallel.backbone]\npp = 2\n")
+    asks = "--cluster", "a40", "--ranks-per-node", "2", "--launch", "slurm", "--pin", "backbone.pp=1", *QUICK
+    motet(monkeypatch, "plan", recipe, *asks)
+    train = shlex.split(capsys.readouterr().out.split("Train it: ")[1].splitlines()[0])
+    assert train[-4:] == ["--set", "parallel.backbone.pp=1", "--plan", "plan.json"]
+    assert (tmp_path / "plan.sbatch").read_text().rstrip().endswith(shlex.join(train[train.index("-m") :]))
+    stated = load_recipe(recipe, [train[-3]])
+    recipe_under_plan(stated, recipe, tmp_path / "plan.json")
+    with pytest.raises(UserError, match=r"backbone has pp = 1, not 2 as in \[parallel\]"):
+        recipe_under_plan(load_recipe(recipe), recipe, tmp_path / "plan.json")
 
 
 def test_what_the_plan_decides_is_to_leave_the_recipe_before_it_trains(tmp_path, monkeypatch, capsys):

@@ -7,7 +7,7 @@ module's beside them. What a strategy proposes all the same without a pin is rul
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from motet.core.errors import UserError
@@ -42,12 +42,18 @@ def degrees_of(plan: Plan, module: str) -> ModuleDegrees:
 def unmet_pin(plan: Plan, modules: Mapping[str, ModuleDegrees]) -> str:
     """The first pin of a module that a Plan does not have, in words such as "image has dp = 1, not 2"; "" if it has all
     of them."""
+    for name, degree, has, value in unmet_degrees(plan, modules):
+        return f"{name} has {degree} = {has}, not {value}"
+    return ""
+
+
+def unmet_degrees(plan: Plan, modules: Mapping[str, ModuleDegrees]) -> Iterator[tuple[str, str, int, int]]:
+    """Module, degree, what the Plan has and what is stated, of each stated degree that a Plan does not have."""
     for name, pinned in modules.items():
         found = degrees_of(plan, name)
         for degree, value in pinned.stated.items():
             if (has := getattr(found, degree)) != value:
-                return f"{name} has {degree} = {has}, not {value}"
-    return ""
+                yield name, degree, has, value
 
 
 def backbone_pins(pins: Pins) -> Pins:

@@ -15,6 +15,7 @@ from motet.core.files import check_output, check_outputs
 from motet.core.spec import NOTHING_LEARNS
 from motet.planner.candidate import Pins
 from motet.planner.command import PlanOutputs, plan_command
+from motet.planner.module_pins import unmet_degrees
 from motet.planner.search_result import SimulatedCandidate
 from motet.planning.job import JobOptions, job_of_recipe
 from motet.planning.trainable import (
@@ -98,11 +99,17 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Planned:
-    """The answer of a request. trains: whether `motet train` can run it. first: what the recipe must not say then."""
+    """The answer of a request.
+
+    trains: whether `motet train` can run it.
+    first:  what the recipe must not say then.
+    pinned: overrides by which the recipe states the degrees of this Plan, where pins have outweighed its own.
+    """
 
     best: SimulatedCandidate
     trains: bool
     first: str = ""
+    pinned: tuple[str, ...] = ()
 
     @property
     def cluster(self) -> Cluster:
@@ -136,11 +143,12 @@ def plan_recipe_file(request: PlanRequest) -> list[str]:
         return []
     recipe, out = request.recipe, request.outputs.plan
     lines = [planned.first] * bool(planned.first)
-    lines.append(f"Train it: {training_line(recipe, out, planned.cluster, request.overrides)}")
+    overrides = (*request.overrides, *planned.pinned)
+    lines.append(f"Train it: {training_line(recipe, out, planned.cluster, overrides)}")
     if request.launch is not None:
         from motet.planning.launch import Launch, write_launch
 
-        launch = Launch(recipe, request.overrides, out, planned.cluster, Path.cwd())
+        launch = Launch(recipe, overrides, out, planned.cluster, Path.cwd())
         lines.append(f"Start the job: {write_launch(launch, request.launch)}")
     return [] if request.outputs.is_json_alone else lines
 
@@ -166,7 +174,8 @@ def plan_phases(request: PlanRequest, names: Sequence[str]) -> None:
             print(one.first)
     if all(one.trains for one in planned):
         files = [each.outputs.plan for each in requests]
-        words = train_words(request.recipe, files, request.overrides)
+        pinned = dict.fromkeys(override for one in planned for override in one.pinned)
+        words = train_words(request.recipe, files, [*request.overrides, *pinned])
         started = max((one.cluster for one in planned), key=lambda where: (where.num_nodes, where.ranks_per_node))
         print(f"Train them: {torchrun_words(started)} {shlex.join(words)}")
 
@@ -203,4 +212,7 @@ def _planned(request: PlanRequest) -> Planned:
 
     own = load_recipe(recipe, overrides, trains=False) if request.options.workload is None else None
     say_too_long(best.candidate.plan, job, own)
-    return Planned(best, trains=True, first=to_remove(recipe, overrides, best.candidate.plan))
+    plan = best.candidate.plan
+    # Training refuses a Plan without the degrees that the recipe states.
+    pinned = tuple(f"parallel.{name}.{degree}={has}" for name, degree, has, _ in unmet_degrees(plan, job.degrees))
+    return Planned(best, trains=True, first=to_remove(recipe, overrides, plan), pinned=pinned)

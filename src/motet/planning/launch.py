@@ -97,6 +97,7 @@ def slurm_script(launch: Launch) -> str:
         "#SBATCH --ntasks-per-node=1",
         *gpus,
         "#SBATCH --exclusive",
+        "#SBATCH --mem=0",  # All memory of a node: --exclusive gives all CPUs, but of memory the site's default.
         "#SBATCH --output=%x-%j.log",
         "#SBATCH --open-mode=append",
         "#SBATCH --requeue",
@@ -112,7 +113,7 @@ def slurm_script(launch: Launch) -> str:
 
 def kubernetes_job(launch: Launch) -> str:
     """A Service and an Indexed Job, as YAML. IMAGE and CLAIM in it are for the user to fill in."""
-    name, folder = launch.name, json.dumps(str(launch.folder))
+    name, folder = launch.name, _quoted(str(launch.folder))
     first = f"{name}-0.{name}"
     meet = f'--node-rank "$JOB_COMPLETION_INDEX" --master-addr {first} --master-port {_PORT}'
     vendor = "amd.com" if launch.cluster.device.name.startswith("mi") else "nvidia.com"
@@ -137,7 +138,8 @@ spec:
   completionMode: Indexed
   completions: {launch.cluster.num_nodes}
   parallelism: {launch.cluster.num_nodes}
-  backoffLimit: 0  # A pod alone cannot go on; the job that is started again goes on from the newest checkpoint.
+  # A pod alone cannot go on. `kubectl replace --force -f` starts all again, from the newest checkpoint.
+  backoffLimit: 0
   template:
     spec:
       subdomain: {name}
@@ -149,7 +151,7 @@ spec:
           workingDir: {folder}
           command: ["bash", "-c"]
           args:
-            - {json.dumps("exec " + launch.torchrun(meet))}{gpus}
+            - {_quoted("exec " + launch.torchrun(meet))}{gpus}
           volumeMounts:
             - {{ name: folder, mountPath: {folder} }}
             - {{ name: shared-memory, mountPath: /dev/shm }}
@@ -157,3 +159,8 @@ spec:
         - {{ name: folder, persistentVolumeClaim: {{ claimName: CLAIM }} }}
         - {{ name: shared-memory, emptyDir: {{ medium: Memory }} }}
 """
+
+
+def _quoted(text: str) -> str:
+    """A string of YAML. Characters stay as they are: YAML has no pairs of escapes, as JSON has behind U+FFFF."""
+    return json.dumps(text, ensure_ascii=False)

@@ -34,6 +34,7 @@ def test_a_script_for_slurm_can_be_read_and_starts_the_training():
     options = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in lines if line.startswith("#SBATCH"))
     assert lines[0] == "#!/bin/bash" and options["nodes"] == "3" and options["gpus-per-node"] == "8"
     assert options["ntasks-per-node"] == "1" and options["job-name"] == "motet-it-s"
+    assert options["mem"] == "0"  # Else the job has the site's default of memory, however much the nodes have.
     assert "cd '/jobs/a b'" in lines
     words = words_of(lines[-1])
     assert words[:5] == ["torchrun", "--nnodes", "3", "--nproc-per-node", "8"]
@@ -58,6 +59,13 @@ def test_a_kubernetes_job_can_be_read_and_starts_the_training(device, limits):
     assert words[words.index("--master-addr") + 1] == "motet-it-s-0.motet-it-s"
     assert words[words.index("--shutdown-timeout") + 1] == str(pod["terminationGracePeriodSeconds"])
     assert words[-len(TRAIN) - 2 :] == [*TRAIN, "--plan", "plan.json"]
+
+
+def test_names_of_any_characters_stay_as_they_are_in_kubernetes():
+    odd = replace(ODD, recipe_file=Path("öl/😀.toml"), folder=Path("/jobs/😀"))
+    _, job = yaml.safe_load_all(kubernetes_job(odd))
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["workingDir"] == "/jobs/😀" and "öl/😀.toml" in words_of(container["args"][0])
 
 
 def test_ranks_on_cpus_ask_for_no_gpu():
