@@ -78,6 +78,11 @@ def test_weights_that_are_stored_in_float64_beside_narrower_products_are_not_gue
     assert motet("", "--dry-run", "--set", 'run.dtype="float32"', "--set", f'fsdp.param_dtype="{narrower}"')[0] == 0
 
 
+def test_a_model_of_which_nothing_learns_is_refused_as_training_does(motet):
+    code, out, said = motet("", "--dry-run", "--set", "model.backbone.train=false")
+    assert (code, out) == (2, "") and "recipe.toml: Nothing learns: every weight of the model is frozen" in said
+
+
 def test_options_that_would_do_nothing_are_refused(motet):
     code, _, err = motet("", "--dry-run", "--trace")
     assert code == 2 and "--dry-run trains nothing" in err

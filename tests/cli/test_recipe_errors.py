@@ -297,6 +297,12 @@ def test_overrides(job, capsys, monkeypatch, override, said):
     assert said in run(capsys, monkeypatch, "train", job, "--set", override)
 
 
+def test_an_encoder_of_any_name_with_a_transform_is_asked_what_it_reads(job, capsys, monkeypatch):
+    given = "model.encoders.photo={ module = 'a:B' }", "transforms.photo={ patch_size = 4 }"
+    said = run(capsys, monkeypatch, "train", job, *(word for each in given for word in ("--set", each)))
+    assert 'model.encoders.photo does not say what it reads, and is not named after it: give it reads = "image"' in said
+
+
 @pytest.mark.parametrize(
     ("option", "said"),
     [

@@ -10,6 +10,7 @@ from pathlib import Path
 from motet.assign.balancing import by_operations
 from motet.core.errors import UserError
 from motet.core.plan import ADAM_MOMENTS
+from motet.core.spec import NOTHING_LEARNS
 from motet.cost.source import cost_model
 from motet.planner.job import Job
 from motet.planning.cluster import ClusterOptions, cluster_of, words_of_another, words_of_unused_peaks
@@ -85,3 +86,9 @@ def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = ()
     )
     job.drawn(0)  # What cannot be drawn is said at once, and not of each strategy.
     return job
+
+
+def check_learns(path: Path, job: Job) -> None:
+    """Raise UserError for a recipe of which no weight learns, as training does."""
+    if not any(module.trainable for module in job.model.modules):
+        raise UserError(f"{path}: {NOTHING_LEARNS}")

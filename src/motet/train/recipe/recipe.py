@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -156,6 +157,9 @@ class Recipe(BaseModel):
                     f"transforms.{name} has no effect, as the file of modalities.{modality} says what files become"
                 )
             if modality not in _TABLES:
+                for part, verb in (("encoders", "reads"), ("generators", "makes")):
+                    if name in getattr(model, part):
+                        raise ValueError(_unsaid(part, name, verb, info.data.get("modalities", {})))
                 raise ValueError(f"transforms.{name} has no effect, as there is no model.encoders.{name}")
             if info.mode == "json":
                 read |= _TABLES[modality].validate_json(json.dumps({name: table}), strict=True)
@@ -208,10 +212,7 @@ class Recipe(BaseModel):
             if modality in self.modalities and table == "encoders":
                 continue
             if modality not in _TABLES:
-                raise ValueError(
-                    f"model.{table}.{name} does not say what it {verb}, and is not named after it: give it {verb} = "
-                    f"{' or '.join(json.dumps(each) for each in (*_TABLES, *self.modalities))}"
-                )
+                raise ValueError(_unsaid(table, name, verb, self.modalities))
             if self._transform_of_files(name) is None:
                 other = "" if modality == name else f", or [transforms.{modality}] for all that read {modality}"
                 raise ValueError(
@@ -397,3 +398,9 @@ class Recipe(BaseModel):
     def exchanges_items(self) -> bool:
         """Whether items are loaded by their home ranks and then sent. Not with "auto": every dataset has an index."""
         return self.balance.mode == "exchange"
+
+
+def _unsaid(table: str, name: str, verb: str, modalities: Iterable[str]) -> str:
+    """What is said of an encoder or a generator whose kind of media nothing tells. verb: "reads" or "makes"."""
+    kinds = " or ".join(json.dumps(each) for each in (*_TABLES, *modalities))
+    return f"model.{table}.{name} does not say what it {verb}, and is not named after it: give it {verb} = {kinds}"
