@@ -16,7 +16,7 @@ from motet.planner.candidate import Pins
 from motet.planner.command import PlanOutputs, plan_command
 from motet.planner.module_pins import unmet_degrees
 from motet.planner.search_result import SimulatedCandidate
-from motet.planning.job import JobOptions, check_learns, job_of_recipe
+from motet.planning.job import JobOptions, check_job_learns, job_of_recipe
 from motet.planning.trainable import (
     torchrun_words,
     train_words,
@@ -184,7 +184,7 @@ def _planned(request: PlanRequest) -> Planned:
     recipe, overrides, outputs = request.recipe, request.overrides, request.outputs
     asks = request.is_trainable or request.launch is not None
     job = job_of_recipe(recipe, request.options, overrides)
-    check_learns(recipe, job)
+    check_job_learns(recipe, job)
     obstacle = trainable_in(recipe, overrides, is_asked=asks)
     need = None
     if (profile := request.options.profile) is not None:

@@ -16,7 +16,7 @@ from motet.planner.refinement import strategy_of
 from motet.planning.at_hand import device_at_hand
 from motet.planning.cluster import ClusterOptions
 from motet.planning.fullest import fullest_steps
-from motet.planning.job import JobOptions, check_learns
+from motet.planning.job import JobOptions, check_job_learns
 from motet.planning.plan_of_recipe import read_recipe_as_plan
 from motet.planning.planned_recipe import check_counted
 from motet.planning.too_long import without_too_long
@@ -55,7 +55,7 @@ def show_memory(
                 plan, job, recipe = job_under_plan(recipe, file, overrides, plan_file)
             else:
                 plan, job = read_recipe_as_plan(file, overrides, JobOptions(_cluster(file, recipe, world)))
-            check_learns(file, job)
+            check_job_learns(file, job)
             if not recipe.data.weights and recipe.data.group is None:
                 job = without_too_long(plan, job, recipe)
             steps, stages = fullest_steps(plan, job, recipe), planned(plan)

@@ -88,7 +88,7 @@ def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = ()
     return job
 
 
-def check_learns(path: Path, job: Job) -> None:
+def check_job_learns(path: Path, job: Job) -> None:
     """Raise UserError for a recipe of which no weight learns, as training does."""
     if not any(module.trainable for module in job.model.modules):
         raise UserError(f"{path}: {NOTHING_LEARNS}")
