@@ -9,6 +9,7 @@ All but what `datasets` saved may also be a URL (`remote.py`), and is then read 
 from __future__ import annotations
 
 import base64
+import glob
 import hashlib
 import json
 import math
@@ -28,7 +29,7 @@ from motet.data.conversation import check_is_object
 from motet.data.copies import INDEXES, Copies
 from motet.data.media_names import DATA_URL_HEAD
 from motet.data.record_fields import TOOLS_FIELD, TURN_FIELDS
-from motet.data.remote import LOCAL_URL, find_all, folder_of, is_url, located, path_of
+from motet.data.remote import LOCAL_URL, find_all, folder_of, is_url, is_web, located, path_of, relative
 from motet.data.remote_manifest import RemoteFile, remote_files
 from motet.data.shard_names import TAR_ENDINGS
 from motet.data.shards import Member, expand_shards, read_shard
@@ -49,12 +50,14 @@ class Entry:
     text:     the record as JSON.
     members:  the media of its sample in the tar shard, in order; None outside of shards.
     progress: the share of the manifest up to and with this record, 0 to 1.
+    below:    the folder of its file, to which paths are relative, as the manifest's folder has it; "": that itself.
     """
 
     where: str
     text: bytes
     members: tuple[Member, ...] | None
     progress: float
+    below: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class Manifest:
     """A manifest that exists.
 
     files:  the one file, or the shards in order.
-    folder: media paths are relative to it; a URL if the manifest has one.
+    folder: indexed paths are relative to it; a URL if the manifest has one. Where a pattern names folders, too, it is
+            the one that they are in.
     copies: where remote files are copied to; None: none are read.
     """
 
@@ -78,8 +82,10 @@ class Manifest:
         if is_url(spec):
             url = str(spec)
             files = remote_files(url, copies)
-            name = url.rstrip("/").rpartition("/")[2] if len(files) > 1 else files[0].name
             folder = folder_of(url.rstrip("/"))
+            while _is_pattern(folder):
+                folder = folder_of(folder)
+            name = url.rstrip("/").removeprefix(f"{folder}/") if len(files) > 1 else files[0].name
             return cls(re.sub(r"[^\w.-]+", "_", name), _common_kind(files, url), files, folder, copies)
         path = Path(str(spec).removeprefix(LOCAL_URL))
         if path.is_file():
@@ -91,8 +97,11 @@ class Manifest:
             raise UserError(f"manifest {spec}: is a folder without tar shards; name its files, as {path}/*.parquet")
         if not shards:
             raise UserError(f"manifest {spec}: there is no such file; it must be a {_FORMATS} file, or tar shards")
-        name = path.name if path.is_dir() else re.sub(r"[^\w.-]+", "_", path.name)
-        return cls(name, _common_kind(shards, spec), tuple(shards), path.parent, copies)
+        folder = path.parent
+        while not path.is_dir() and _is_pattern(str(folder)):
+            folder = folder.parent
+        name = path.name if path.is_dir() else re.sub(r"[^\w.-]+", "_", str(path.relative_to(folder)))
+        return cls(name, _common_kind(shards, spec), tuple(shards), folder, copies)
 
     @property
     def is_remote(self) -> bool:
@@ -153,8 +162,14 @@ class Manifest:
         readers["tar"] = _read_tar
         with self._reading():
             for number, path in enumerate(self.files):
+                below = self._below(path)
                 for entry in readers[self.kind](path):
-                    yield replace(entry, progress=(number + entry.progress) / len(self.files))
+                    yield replace(entry, progress=(number + entry.progress) / len(self.files), below=below)
+
+    def _below(self, file: Path | RemoteFile) -> str:
+        """As of `Entry`. Paths of what `datasets` saved are relative to the folder around it."""
+        own = folder_of(file.found.url) if isinstance(file, RemoteFile) else str(file.parent)
+        return "" if self.kind == "arrow" or own == str(self.folder) else relative(own, self.folder)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -165,6 +180,12 @@ class Manifest:
             raise UserError(
                 f"manifest {located(self.folder, self.name)}: cannot be read ({error.strerror or error})"
             ) from None
+
+
+def _is_pattern(folder: str) -> bool:
+    """Whether the path or the URL of a folder stands for several."""
+    # In a web address a question mark begins the query.
+    return "{" in folder or (not is_web(folder) and glob.has_magic(folder.rpartition("://")[2]))
 
 
 def _common_kind(files: Sequence[Path | RemoteFile], spec: str | Path) -> str:

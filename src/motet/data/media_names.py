@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from math import isfinite
 
@@ -48,6 +49,13 @@ class FrameNames(str):
             raise UserError(f"{where} lists frames as bytes; save them as files, or as one video")
         found = cls(names[0])
         found.frames, found.fps = tuple(names), _rate(fps, where)
+        return found
+
+    def below(self, folder: str) -> FrameNames:
+        """The same frames, of which paths were relative to a folder, and are to the one that it is in."""
+        names = [name if is_url(name) else os.path.join(folder, name) for name in self.frames]
+        found = FrameNames(names[0])
+        found.frames, found.fps = tuple(names), self.fps
         return found
 
 

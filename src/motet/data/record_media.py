@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,6 +57,8 @@ def find_media(
     refs: list[MediaRef] = []
     for number, (modality, name) in enumerate(match_media(conversation, files, entry.where), start=1):
         held_name = f"{modality} {number}{IN_RECORD}"
+        if entry.members is None:
+            name = _below(entry, name)
         if isinstance(name, FrameNames):
             where = f"{entry.where}: {modality} {number}"
             refs.append(held_frames(folder, name, f"{modality} {number}{LISTED}", where))
@@ -84,6 +87,15 @@ def without_held(value: Any) -> Any:
     if isinstance(value, str) and len(value) > _MAX_HELD_TEXT and (head := _HEAD.match(value)) and head.group(1):
         return head.group()
     return value
+
+
+def _below(entry: Entry, name: str) -> str:
+    """What a record names, as the manifest's folder has it."""
+    if not entry.below or name.startswith(DATA_URL) or is_url(name):
+        return name
+    if isinstance(name, FrameNames):
+        return name.below(entry.below)
+    return os.path.join(entry.below, name)
 
 
 def _file(modality: str, folder: Path | str, name: str, where: str, copies: Copies | None) -> MediaRef:

@@ -9,6 +9,7 @@ import pytest
 from motet.core.errors import UserError
 from motet.data.headers import read_header
 from motet.data.index_build import open_index
+from motet.data.listed_frames import frames_in
 from motet.data.manifest import Manifest
 from unit.data.samples import a_record, write_clip, write_image, write_manifest
 
@@ -109,6 +110,23 @@ def test_shards_by_folder_and_pattern(media, tokenizer):
     assert len(open_index(media / "folder" / "train-{00,01}.tar", tokenizer)) == 4
     with pytest.raises(UserError, match=r"train-02\.tar is missing \(1 of 3 are\)"):
         open_index(media / "folder" / "train-{00..02}.tar", tokenizer)
+
+
+@pytest.mark.parametrize("pattern", ["*/train.jsonl", "{a,b}/train.jsonl", "?/tra*.jsonl"])
+def test_media_are_beside_the_file_that_names_them_where_a_pattern_names_folders(tmp_path, tokenizer, pattern):
+    for width, name in ((5, "a"), (7, "b")):
+        write_image(tmp_path / "all" / name / "0.png", width, 6)
+        records = [a_record("<image>", image="0.png"), a_record("<video>", video=["0.png", "0.png"], fps=2)]
+        write_manifest(tmp_path / "all" / name / "train.jsonl", records)
+    open_index(tmp_path / "all" / pattern, tokenizer)
+    # Names of folders in a pattern are none of folders that there are; and the index stays right where they move.
+    assert sum(path.is_dir() for path in (tmp_path / "all").iterdir()) == 3
+    (tmp_path / "all").rename(tmp_path / "moved")
+    index = open_index(tmp_path / "moved" / pattern, tokenizer)
+    assert not list(index.bad_examples())
+    assert [index.media_refs(example)[0].raw for example in (0, 2)] == [(5, 6), (7, 6)]
+    assert index.media_refs(2)[0].path == str(tmp_path / "moved/b/0.png")
+    assert [ref.path for ref in frames_in(index.media_refs(3)[0])] == [str(tmp_path / "moved/b/0.png")] * 2
 
 
 def test_shard_members_named_by_the_record(tmp_path, tokenizer):

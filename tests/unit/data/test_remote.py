@@ -92,6 +92,17 @@ def test_stores_list_patterns_and_folders(folder, tokenizer):
     store.rm("/lists", recursive=True)
 
 
+def test_media_are_beside_the_file_that_names_them_where_a_url_names_folders(folder, tokenizer):
+    (folder / "media").rename(folder / "one")
+    for width, name in ((5, "one"), (7, "two")):
+        write_image(folder / name / "a b.png", width, 6)
+        write_manifest(folder / name / "train.jsonl", [a_record("<image>", image="a b.png")])
+    with serving(folder) as web:
+        index = open_index(f"{web.url}/{{one,two}}/train.jsonl", tokenizer, copies=copies(folder))
+        assert [ref.raw for number in range(2) for ref in index.media_refs(number)] == [(5, 6), (7, 6)]
+        assert contents(index) == contents(open_index(folder / "*" / "train.jsonl", tokenizer))
+
+
 def test_a_manifest_of_the_disk_may_name_media_by_url(folder, web, tokenizer):
     named = [json.loads(json.dumps(record).replace("media/", f"{web.url}/media/")) for record in RECORDS]
     named[0]["image"] = named[0]["image"].replace(" ", "%20")
