@@ -16,6 +16,7 @@ import pytest
 from motet.core.errors import UserError
 from motet.core.example import Media
 from motet.data.audio import AudioTransform
+from motet.data.compressed import open_decompressed
 from motet.data.conversation import parse_conversation
 from motet.data.dataset import Dataset
 from motet.data.decode import Decoder
@@ -180,6 +181,32 @@ def test_compressed_lines_are_lines(folder, tokenizer, ending, opener):
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(UserError, match=rf"train\.jsonl\.{ending}: is damaged or cut off, and cannot be decompressed"):
         opened(path, tokenizer)
+
+
+@pytest.mark.parametrize(("ending", "module"), [("gz", gzip), ("bz2", bz2), ("xz", lzma)])
+def test_streams_that_follow_each_other_are_one_file_and_a_damaged_one_is_no_end(folder, tokenizer, ending, module):
+    """Parallel compressors write many streams. Python's readers end where a later one of bzip2 or xz begins wrongly."""
+    records = [a_record("Hi", "word " * number) for number in range(3)]
+    plain, path = write_manifest(folder / "train.jsonl", records), folder / f"train.jsonl.{ending}"
+    streams = [module.compress(line) for line in plain.read_bytes().splitlines(keepends=True)]
+    padding = bytes(4)
+    path.write_bytes(streams[0] + padding + streams[1] + streams[2] + padding)
+    assert contents(opened(path, tokenizer)) == contents(opened(plain, tokenizer))
+    for damaged in (b"XX" + streams[1][2:] + streams[2], b"behind"):
+        path.write_bytes(streams[0] + damaged)
+        with pytest.raises(UserError, match=rf"train\.jsonl\.{ending}: is damaged or cut off"):
+            opened(path, tokenizer)
+
+
+@pytest.mark.parametrize(("ending", "module"), [("bz2", bz2), ("xz", lzma)])
+def test_a_compressed_file_is_read_from_any_place(tmp_path, ending, module):
+    data = np.random.default_rng(0).integers(0, 9, 300_000, dtype=np.uint8).tobytes()
+    path = tmp_path / f"a.{ending}"
+    path.write_bytes(b"".join(module.compress(data[start : start + 70_000]) for start in range(0, len(data), 70_000)))
+    with open_decompressed(path) as file:
+        for place in (0, 200_000, 69_990, 299_999, 300_000, 5):
+            file.seek(place)
+            assert file.read(80_000) == data[place : place + 80_000]
 
 
 def write_tar(path, mode, members):
