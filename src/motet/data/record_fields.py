@@ -54,6 +54,11 @@ _MAY_NAME_FILES = re.compile(
 )
 """Names of fields that hold media if their values end as files of media do: `file_name` of HF's folders of images,
 `audio_filepath` of NeMo."""
+_HELD_MEDIA = re.compile(
+    "data:(?:(?:image|audio|video)/[^,]*,|;base64,(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR|ZkxhQ|T2dnU|SUQz))"
+)
+"""How data URLs of media begin: by their type, or by the first bytes of PNG, JPEG, GIF, RIFF (WAV, WebP), FLAC, Ogg and
+MP3, in base64."""
 _PARTS = {
     VIDEO: ("start", "end", "start_time", "end_time", "video_start", "video_end", "clip", "nframes"),
     AUDIO: ("start", "end", "start_time", "end_time", "audio_start", "audio_end", "offset"),
@@ -114,9 +119,13 @@ def check_fields(record: dict[str, Any], where: str) -> None:
 
 def check_names_no_media(record: dict[str, Any], where: str) -> None:
     """Raise UserError if a record without placeholders names media, which would silently be missing."""
-    read = {name for names in media_fields().values() for name in names}  # Of these `match_media` says what lacks.
+    read = {
+        TEXT_FIELD,
+        *(name for names in media_fields().values() for name in names),
+    }  # `match_media` says what lacks.
     for name, value in record.items():
         named = _OTHER_MEDIA.fullmatch(name) or (_MAY_NAME_FILES.search(name) and _names_files(value))
+        named = named or _holds_media(value)
         if name not in read and is_given(value) and named:
             raise UserError(
                 f"{where}: has a field '{name}', but no <image>, <audio> or <video> in its text; name media in "
@@ -125,9 +134,18 @@ def check_names_no_media(record: dict[str, Any], where: str) -> None:
 
 
 def _names_files(value: object) -> bool:
-    """Whether a value is the name of a file of media, or a list that begins with one."""
+    """Whether a value is the name of a file of media, or a list or a table of such that begins with one."""
     first = next(iter(value), None) if isinstance(value, list) else value
-    return isinstance(first, str) and modality_of(first) is not None
+    names = first.values() if isinstance(first, dict) else (first,)
+    return any(isinstance(name, str) and modality_of(name) is not None for name in names)
+
+
+def _holds_media(value: object) -> bool:
+    """Whether a value is the bytes of a file of media, as HF datasets or a data URL hold them, or a list of such."""
+    first = next(iter(value), None) if isinstance(value, list) else value
+    if isinstance(first, dict):
+        return first.keys() == {"bytes", "path"} and any(map(is_given, first.values()))
+    return isinstance(first, str) and _HELD_MEDIA.match(first) is not None
 
 
 def check_media_are_whole(record: dict[str, Any], where: str, modality: str) -> None:

@@ -136,6 +136,11 @@ def test_texts_that_only_look_alike():
         ("image_path", "a.png", "has a field 'image_path', but no <image>, <audio> or <video> in its text; name"),
         ("file_name", "a.png", "has a field 'file_name', but no <image>, <audio> or <video> in its text; name"),
         ("audio_filepath", "a.flac", "has a field 'audio_filepath', but no <image>, <audio> or <video> in its text"),
+        ("media", [{"type": "image", "path": "a.png"}], "has a field 'media', but no <image>"),
+        ("page", {"bytes": "data:;base64,AAAA", "path": None}, "has a field 'page', but no <image>"),
+        ("pages", [{"bytes": None, "path": "a"}], "has a field 'pages', but no <image>"),
+        ("jpg", "data:;base64,/9j/4AAQ", "has a field 'jpg', but no <image>"),
+        ("said", "data:audio/wav;base64,AAAA", "has a field 'said', but no <image>"),
         ("media", ["a.mp4", "b"], "has a field 'media', but no <image>, <audio> or <video> in its text; name"),
     ],
 )
