@@ -114,6 +114,11 @@ class PhaseLoads:
         ratios: Float64Array = self.loads[mode][busy].max(axis=1) / self.bounds[busy]
         return ratios
 
+    def crossing(self, mode: Mode) -> Float64Array:
+        """The entries of `crossed` of each batch that has items, float64 [n]."""
+        shares: Float64Array = self.crossed[mode][self.bounds > 0]
+        return shares
+
 
 @dataclass(frozen=True, eq=False)
 class PredictedSteps:

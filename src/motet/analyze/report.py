@@ -43,9 +43,9 @@ def load_note(analysis: Analysis) -> str:
     return (
         f"{counted_words(analysis.num_batches, 'batch', 'batches')} of {counted_words(analysis.batch_size, 'example')} "
         f"on {counted_words(analysis.num_ranks, 'rank')}, drawn with seed {analysis.seed}, {drawn}. {analysis.weighed} "
-        f"{_load_words(analysis)} Means over batches. Max/mean: the load of the busiest rank, for which all others "
-        "wait, over the mean. Max/bound: the same over what no placement of whole items undercuts. Crossing: the "
-        "share of an encoder's outputs that must go to another rank, and their gradients back."
+        f"{_load_words(analysis)} Means over batches with items of the phase. Max/mean: the load of the busiest rank, "
+        "for which all others wait, over the mean. Max/bound: the same over what no placement of whole items undercuts."
+        " Crossing: the share of an encoder's outputs that must go to another rank, and their gradients back."
     )
 
 
@@ -104,7 +104,7 @@ def load_rows(analysis: Analysis) -> list[list[str]]:
         for mode in MODES:
             ratios = loads.max_over_mean(mode)
             figures = (ratios.mean(), np.quantile(ratios, 0.95), loads.max_over_bound(mode).mean())
-            crossing = "" if phase == BACKBONE else f"{loads.crossed[mode].mean():.0%}"
+            crossing = "" if phase == BACKBONE else f"{loads.crossing(mode).mean():.0%}"
             name = phase if mode == MODES[0] else ""
             rows.append([name, MODE_NAMES[mode], *(f"{value:.3f}" for value in figures), crossing])
     return rows

@@ -13,7 +13,7 @@ from motet.analyze import analyze, analyze_command, print_analysis
 from motet.analyze.lengths import read_lengths
 from motet.analyze.loads import LENGTH_COSTS, MODES, PREDICTED, place, take
 from motet.analyze.page import write_analysis_html
-from motet.analyze.report import step_rows
+from motet.analyze.report import load_rows, step_rows
 from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
 from unit.data.samples import a_record, write_clip, write_image, write_manifest
@@ -108,6 +108,18 @@ def test_balancing_more_phases_never_does_worse(table):
     np.testing.assert_array_equal(packed["off"].sum(axis=1), packed["per_phase"].sum(axis=1))
     shares = sum(analysis.shares.values())
     np.testing.assert_allclose(shares, 1)
+
+
+def test_crossing_is_of_batches_that_have_items(tmp_path):
+    path = tmp_path / "rare.csv"
+    path.write_text(COLUMNS + "rare,a,280,280,2,,,1000\n" + "text,b,,,,,,10\n" * 20)
+    analysis = analyze(path, num_ranks=2, batch_size=2, num_batches=60, seed=1)
+    loads = analysis.loads["image"]
+    assert 0 < (loads.bounds > 0).sum() < 20, "few batches have images"
+    assert loads.crossing("per_phase").tolist() == [0.5] * (loads.bounds > 0).sum(), (
+        "one of both goes to the other rank"
+    )
+    assert load_rows(analysis)[-1][1:] == ["every phase", "1.000", "1.000", "1.000", "50%"]
 
 
 def test_what_is_chosen_is_what_is_predicted_to_be_fastest(table):
