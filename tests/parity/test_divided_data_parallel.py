@@ -50,9 +50,16 @@ CASES_OF_REPLICAS = [
 ]
 
 
-CASES = {2: CASES_ALONE, 4: CASES_OF_REPLICAS}
+CASES_OF_FROZEN_BLOCKS = [
+    # A callback before the frozen encoder learns: ranks without images run its blocks backward, too.
+    case(divided(tp=1, dp=3), frozen=("image encoder",), parts=("tiles",), batch_size=3, microbatch_size=1),
+    # The output layer learns behind frozen blocks: ranks whose examples are left out run none of them backward.
+    case(divided(tp=1, dp=3), frozen=("*embed_tokens*", "*layers*", "image", "audio"), batch_size=3, left_out=0.5),
+]
+"""FSDP gathers frozen blocks for their backward pass, which all ranks or none must have."""
+CASES = {2: CASES_ALONE, 3: CASES_OF_FROZEN_BLOCKS, 4: CASES_OF_REPLICAS}
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(CASES, {2: (0,), 4: (3, 9)}))
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(CASES, {2: (0,), 3: (0,), 4: (3, 9)}))
 def test_ranks_that_share_products_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)

@@ -392,7 +392,7 @@ class Backbone(nn.Module):
         empty = len(here.tokens) == 0
         table = self._text.table
         embeds = table.weight.new_zeros(0, self.dim) if empty else table(here.tokens)
-        if empty:
+        if empty and self._learns_before_blocks():
             embeds = take_part(embeds, outside_blocks(self))
         features = {name: rows.to(embeds.dtype) for name, rows in features.items()}
         for name, rows in self.queries.items():
@@ -416,6 +416,13 @@ class Backbone(nn.Module):
             # The same on every rank: with a frozen backbone a rank without media must still run backward.
             embeds.requires_grad_()
         return embeds
+
+    def _learns_before_blocks(self) -> bool:
+        """Whether embedded rows require a gradient on ranks that have some, so that frozen blocks run backward, too."""
+        embedding = {id(parameter) for parameter in self._text.table.parameters()}
+        ends = self._text.norm, self.causal_lm.lm_head
+        behind = {id(parameter) for end in ends for parameter in end.parameters()} - embedding
+        return any(each.requires_grad and id(each) not in behind for each in outside_blocks(self))
 
     def through(
         self,
@@ -538,6 +545,7 @@ class Backbone(nn.Module):
     def leave(self, hidden: Tensor, sequences: Sequences) -> tuple[Tensor, int]:
         """What stands behind the blocks and the norm: the loss and the number of targets, as `forward` returns them."""
         if len(hidden) == 0:
+            hidden = take_part(hidden, outside_blocks(self))
             return hidden.sum(dtype=torch.promote_types(hidden.dtype, torch.float32)), 0
         if (context := context_of(sequences)) is not None:
             return self.loss(hidden[context.predicted], context.labels), len(context.labels)

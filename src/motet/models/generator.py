@@ -24,7 +24,14 @@ from motet.core.errors import UserError
 from motet.core.item_segments import ItemSegments
 from motet.core.spec import Module
 from motet.models.block import Block, outside_blocks, wrap_blocks
-from motet.models.layers import LayerModules, any_trainable, as_it_learns, frozen_to_eval, products_layer
+from motet.models.layers import (
+    LayerModules,
+    any_trainable,
+    as_it_learns,
+    frozen_to_eval,
+    learns_before,
+    products_layer,
+)
 from motet.models.noise_schedule import SamplingConfig
 from motet.models.projector import Projector
 from motet.noise import uniform_of_items
@@ -321,6 +328,8 @@ class GeneratorModule(nn.Module):
     def _forward_empty(self, rows: Tensor) -> Tensor:
         weight = outside_blocks(self)[0]
         x = weight.new_zeros(0, 1) + rows.sum().to(weight.dtype)
+        if torch.is_grad_enabled() and not x.requires_grad and self._blocks:
+            x.requires_grad_(learns_before(self.layers(), self._blocks[0]))
         for block in self._blocks:
             x = block(x)
         return take_part(x, outside_blocks(self)).sum(dtype=torch.promote_types(x.dtype, torch.float32))

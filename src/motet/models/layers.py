@@ -200,6 +200,22 @@ def any_trainable(*modules: nn.Module) -> bool:
     return any(p.requires_grad for module in modules for p in module.parameters())
 
 
+def learns_before(layers: Iterable[LayerModules], block: nn.Module) -> bool:
+    """Whether anything learns in the layers before those of a block, so that a backward pass goes through the block.
+
+    A rank that has nothing to compute runs the same blocks backward as others: FSDP gathers frozen ones for it, too.
+    layers: in execution order.
+    """
+    inside = {id(parameter) for parameter in block.parameters()}
+    for each in layers:
+        own = [parameter for module in each.modules for parameter in module.parameters()]
+        if any(id(parameter) in inside for parameter in own):
+            return False
+        if any(parameter.requires_grad for parameter in own):
+            return True
+    return False
+
+
 def frozen_to_eval(*parts: nn.Module) -> None:
     """Put each part without trainable parameters into eval mode. A part is a whole encoder, projector or backbone.
 
