@@ -28,8 +28,8 @@ from motet.models.layers import (
     LayerModules,
     any_trainable,
     as_it_learns,
+    as_with_rows,
     frozen_to_eval,
-    learns_before,
     products_layer,
 )
 from motet.models.noise_schedule import SamplingConfig
@@ -327,9 +327,7 @@ class GeneratorModule(nn.Module):
 
     def _forward_empty(self, rows: Tensor) -> Tensor:
         weight = outside_blocks(self)[0]
-        x = weight.new_zeros(0, 1) + rows.sum().to(weight.dtype)
-        if torch.is_grad_enabled() and not x.requires_grad and self._blocks:
-            x.requires_grad_(learns_before(self.layers(), self._blocks[0]))
+        x = as_with_rows(weight.new_zeros(0, 1) + rows.sum().to(weight.dtype), self.layers, self._blocks)
         for block in self._blocks:
             x = block(x)
         return take_part(x, outside_blocks(self)).sum(dtype=torch.promote_types(x.dtype, torch.float32))

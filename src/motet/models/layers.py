@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from motet.core.shapes import unused
@@ -200,12 +201,20 @@ def any_trainable(*modules: nn.Module) -> bool:
     return any(p.requires_grad for module in modules for p in module.parameters())
 
 
-def learns_before(layers: Iterable[LayerModules], block: nn.Module) -> bool:
-    """Whether anything learns in the layers before those of a block, so that a backward pass goes through the block.
+def as_with_rows(x: Tensor, layers: Callable[[], Iterable[LayerModules]], blocks: Sequence[nn.Module]) -> Tensor:
+    """x of a rank without rows, before blocks: it requires a gradient if rows on other ranks do there.
 
-    A rank that has nothing to compute runs the same blocks backward as others: FSDP gathers frozen ones for it, too.
-    layers: in execution order.
+    Such a rank runs the same blocks backward as others: FSDP gathers frozen ones for it, too.
+    layers: of the module, in execution order.
     """
+    # A block that learns lets its input require one itself.
+    if not torch.is_grad_enabled() or x.requires_grad or not blocks or any_trainable(blocks[0]):
+        return x
+    return x.detach().requires_grad_(_learns_before(layers(), blocks[0]))
+
+
+def _learns_before(layers: Iterable[LayerModules], block: nn.Module) -> bool:
+    """Whether anything learns in the layers before those of a block."""
     inside = {id(parameter) for parameter in block.parameters()}
     for each in layers:
         own = [parameter for module in each.modules for parameter in module.parameters()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import chain
 
@@ -24,8 +24,8 @@ from motet.models.layers import (
     LayerModules,
     any_trainable,
     as_it_learns,
+    as_with_rows,
     frozen_to_eval,
-    learns_before,
     products_layer,
     weighted_callbacks,
 )
@@ -358,12 +358,6 @@ class ModalityModule(ModuleSizes, nn.Module):
             )
         return seen, seen_sizes
 
-    def _as_with_items(self, x: Tensor, blocks: Sequence[Block]) -> Tensor:
-        """x, which requires a gradient before blocks if rows of items do."""
-        if torch.is_grad_enabled() and not x.requires_grad and blocks and learns_before(self.layers(), blocks[0]):
-            return x.detach().requires_grad_()
-        return x
-
     def _forward_empty(self) -> Tensor:
         weight = next(iter(outside_blocks(self.projector) or outside_blocks(self)), None)
         weight = next(self.parameters()) if weight is None else weight
@@ -371,10 +365,10 @@ class ModalityModule(ModuleSizes, nn.Module):
         x = torch.zeros(0, self.projector.output_dim, dtype=weight.dtype, device=weight.device)
         of_encoder, of_projector = self._blocks[: self.num_encoder_blocks], self._blocks[self.num_encoder_blocks :]
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.has_graph):
-            x = self._as_with_items(x, of_encoder)
+            x = as_with_rows(x, self.layers, of_encoder)
             for block in of_encoder:
                 x = block(x)
-        x = self._as_with_items(x, of_projector)
+        x = as_with_rows(x, self.layers, of_projector)
         for block in of_projector:
             x = block(x)
         return take_part(x.to(self.weights_dtype(x.dtype)), outside_blocks(self))
