@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from motet.core.errors import UserError
 from motet.core.module_degrees import ANY_DEGREES, ModuleDegrees
 from motet.core.plan import BalancingMethod, Fill, FillingMethod, Order, Plan, Zero
 from motet.planner.job import Job
@@ -61,6 +62,15 @@ def predict_candidate(job: Job, candidate: Candidate, number: int = 0) -> Predic
     """A simulated step of the candidate's Plan on a batch of the job's, by default the first."""
     plan = candidate.plan
     return predict_assigned(plan, job.planned(plan), job.assignment(plan, number), job.cost, exchange=job.exchange)
+
+
+def prediction_that_fits(job: Job, candidate: Candidate) -> Prediction | None:
+    """As `predict_candidate`; None if the cluster cannot run the Plan, or a rank lacks memory for it."""
+    try:
+        prediction = predict_candidate(job, candidate)
+    except UserError:
+        return None
+    return prediction if prediction.peak_bytes.max() <= job.capacity_bytes else None
 
 
 def candidate_step_s(job: Job, candidate: Candidate, number: int = 0) -> float:

@@ -17,7 +17,7 @@ from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
-from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy, predict_candidate
+from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy, prediction_that_fits
 from motet.planner.field_pins import proposals_for
 from motet.planner.job import Job
 from motet.planner.step_bound import step_bound
@@ -122,8 +122,5 @@ def _proposed(strategy: Strategy, job: Job, pins: Pins) -> Candidate | None:
 
 
 def _fits(job: Job, candidate: Candidate) -> bool:
-    try:
-        prediction = predict_candidate(job, candidate)
-    except UserError:  # The cluster cannot run it.
-        return False
-    return not guesses(prediction.beyond) and float(prediction.peak_bytes.max()) <= job.capacity_bytes
+    prediction = prediction_that_fits(job, candidate)
+    return prediction is not None and not guesses(prediction.beyond)

@@ -17,7 +17,7 @@ from motet.core.errors import UserError
 from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
 from motet.cost.analytic import Analytic
-from motet.planner.candidate import Candidate, Strategy, predict_candidate
+from motet.planner.candidate import Candidate, Strategy, prediction_that_fits
 from motet.planner.evaluation import NO_QUOTA, Quota
 from motet.planner.job import Job
 from motet.planner.search import search
@@ -156,8 +156,5 @@ def _as_it_is(job: Job, best: Candidate) -> SimulatedCandidate | None:
     if job.batch_size != best.plan.batch_size and (plan.fills or plan.microbatch_caps):
         return None
     candidate = replace(best, plan=plan)
-    try:
-        prediction = predict_candidate(job, candidate)
-    except UserError:
-        return None
-    return SimulatedCandidate(candidate, prediction) if prediction.peak_bytes.max() <= job.capacity_bytes else None
+    prediction = prediction_that_fits(job, candidate)
+    return None if prediction is None else SimulatedCandidate(candidate, prediction)
