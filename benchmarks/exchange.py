@@ -47,7 +47,7 @@ def run_rank(rank: int, rendezvous: str, path: Path, seed: int, num_steps: int, 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS, init_method=rendezvous)
     device, rng = torch.device("cpu"), np.random.default_rng(seed)
-    mesh = build_mesh(device, ranks_per_node=RANKS_PER_NODE)
+    mesh = build_mesh(device)
     groups, model = read_table(str(path)), build_mllm(MODEL, VOCABULARY)
     pools = {
         "image": rng.standard_normal((1 << 16, PATCH_DIM), np.float32),
@@ -59,9 +59,7 @@ def run_rank(rank: int, rendezvous: str, path: Path, seed: int, num_steps: int, 
         orchestrator = build_orchestrator(
             config, model, NUM_RANKS, device, torch.float32, ranks_per_node=RANKS_PER_NODE
         )
-        exchanges[way] = ItemExchange(
-            mesh.host_group, orchestrator, dict(model.encoders.items()), ranks_per_node=RANKS_PER_NODE
-        )
+        exchanges[way] = ItemExchange(mesh.host_group, orchestrator, dict(model.encoders.items()))
     shard(model, mesh, FSDPConfig())
     step = TrainStep(model, mesh, torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0), max_grad_norm=1.0)
     home = home_ranks(NUM_RANKS * PER_RANK, NUM_RANKS)
@@ -76,9 +74,7 @@ def run_rank(rank: int, rendezvous: str, path: Path, seed: int, num_steps: int, 
             dist.barrier(mesh.group)
             start_s = time.process_time()
             items = exchanges[way](examples)
-            part = assemble(
-                items.decision, items.lengths, rank, items.sequences, items.media, ranks_per_node=RANKS_PER_NODE
-            )
+            part = assemble(items.decision, items.lengths, rank, items.sequences, items.media)
             brought_s = time.process_time()
             result = step.run([part], number)
             ended_s = time.process_time()

@@ -140,7 +140,7 @@ def run_rank(rank: int, rendezvous: str, path: Path, seed: int, count: int, turn
         items = np.concatenate([np.arange(a, b) for a, b in zip(first, end, strict=True)])
         sequences = [epoch.padded(int(ids[i]), int(lengths.sequence[i])) for i in decision.backbone.on_rank(rank)]
         media = {"image": [epoch.media("image", int(items[i])) for i in decision.assignments["image"].on_rank(rank)]}
-        return assemble(decision, decided.lengths, rank, sequences, media, ranks_per_node=NUM_RANKS)
+        return assemble(decision, decided.lengths, rank, sequences, media)
 
     figures = {way: [] for way in WAYS}
     for turn in range(turns + 1):

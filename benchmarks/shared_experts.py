@@ -71,7 +71,7 @@ class Way:
         """A step on this rank's share of a batch."""
         share = len(batch) // NUM_RANKS
         own = batch[share * self._rank : share * (self._rank + 1)]
-        self._step.run([exchanged(self._exchange, own, NUM_RANKS).batch])
+        self._step.run([exchanged(self._exchange, own).batch])
 
 
 def plan_with(ep: int, batch: list[LoadedExample]) -> Plan:

@@ -125,7 +125,6 @@ def parts_of(batch: Batch, lengths: BatchLengths, step: DecidedStep, mesh: Mesh)
             mesh.rank,
             [batch.sequence(int(part.examples[i])) for i in part.decision.backbone.on_rank(mesh.rank)],
             {p: [batch.media(p, int(items[p][i])) for i in placed[p].on_rank(mesh.rank)] for p in items},
-            ranks_per_node=mesh.ranks_per_node,
         )
 
 

@@ -228,7 +228,7 @@ def result_rows(figures: Mapping[str, dict]) -> list[rows.Row]:
 
 def measure(device: torch.device, options: Options, ways: Mapping[str, dict]) -> dict[str, dict]:
     """Figures of each way. ways: what a table [balance] of a recipe would hold; "off" and "auto" among them."""
-    mesh = build_mesh(device, ranks_per_node=options.ranks_per_node or None)
+    mesh = build_mesh(device)
     rng = np.random.default_rng(options.seed)
     groups = read_table(options.lengths) if options.lengths else sample_table(rng)
     model = build_mllm(MODEL, VOCABULARY).to(device)
@@ -237,7 +237,7 @@ def measure(device: torch.device, options: Options, ways: Mapping[str, dict]) ->
         "audio": rng.standard_normal((1 << 14, MEL_BINS), np.float32),
     }
     fsdp = FSDPConfig(shard_size=1) if options.cut else FSDPConfig()
-    on_node = {"ranks_per_node": mesh.ranks_per_node, "waits": fsdp.waits}
+    on_node = {"ranks_per_node": options.ranks_per_node or None, "waits": fsdp.waits}
     orchestrators = {
         way: build_orchestrator(BalanceConfig(**table), model, mesh.num_ranks, device, torch.float32, **on_node)
         for way, table in ways.items()
@@ -260,8 +260,7 @@ def measure(device: torch.device, options: Options, ways: Mapping[str, dict]) ->
         sequences = [batch.sequence(i) for i in decision.sequences_on(mesh.rank)]
         media = {phase: [batch.media(phase, i) for i in decision.items_on(phase, mesh.rank)] for phase in batch.items}
         shared = {int(i): batch.sequence(i) for i in examples_to_lay_out(decision.cuts, batch.lengths)}
-        node = mesh.ranks_per_node
-        return assemble(decision, batch.lengths, mesh.rank, sequences, media, ranks_per_node=node, shared=shared)
+        return assemble(decision, batch.lengths, mesh.rank, sequences, media, shared=shared)
 
     in_turn = deque(ways)
     jobs = []

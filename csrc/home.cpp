@@ -11,22 +11,23 @@
 namespace motet {
 namespace {
 
-std::vector<Group> nodes_of(Weights weights, int num_ranks, Home home, int ranks_per_node, std::int64_t bound) {
+std::vector<Group> groups_of(Weights weights, Home home, const Nodes& nodes, std::int64_t bound) {
     const std::int64_t total = std::accumulate(weights.begin(), weights.end(), std::int64_t{0});
-    std::vector<Group> nodes;
-    for (int first = 0; first < num_ranks; first += ranks_per_node) {
-        const int last = std::min(first + ranks_per_node, num_ranks);
+    const int num_ranks = nodes.num_ranks();
+    std::vector<Group> groups;
+    for (int number = 0; number < nodes.count(); ++number) {
+        const int first = nodes.firsts[number], last = nodes.firsts[number + 1];
         const auto most = static_cast<__int128>(last - first) * (static_cast<__int128>(bound) + (bound >> 18));
-        auto& node = nodes.emplace_back();
+        auto& node = groups.emplace_back();
         node.target = share_of(total, last, num_ranks) - share_of(total, first, num_ranks);
         node.limit = static_cast<std::int64_t>(std::min<__int128>(total, most));
     }
     for (const auto item : heaviest_first(weights)) {
-        Group& node = nodes[home[item] / ranks_per_node];
+        Group& node = groups[nodes.of_rank[home[item]]];
         node.items.push_back({weights[item], item});
         node.load += weights[item];
     }
-    return nodes;
+    return groups;
 }
 
 // Own items on their home ranks, then the imported ones, heaviest first, where the load is furthest below target.
@@ -56,14 +57,14 @@ std::vector<Group> ranks_of_node(const Group& node, int first, int size, Home ho
 
 }  // namespace
 
-Placement packed_home(Weights weights, int num_ranks, Home home, int ranks_per_node) {
+Placement packed_home(Weights weights, Home home, const Nodes& nodes) {
+    const int num_ranks = nodes.num_ranks();
     Placement placement{std::vector<std::int32_t>(weights.size()), {}, packed_bound(weights, num_ranks)};
-    auto nodes = nodes_of(weights, num_ranks, home, ranks_per_node, placement.bound);
-    level(nodes);
+    auto groups = groups_of(weights, home, nodes, placement.bound);
+    level(groups);
     std::vector<Group> ranks;
-    for (const Group& node : nodes) {
-        const int first = static_cast<int>(ranks.size());
-        auto on_ranks = ranks_of_node(node, first, std::min(ranks_per_node, num_ranks - first), home, placement.bound);
+    for (int node = 0; node < nodes.count(); ++node) {
+        auto on_ranks = ranks_of_node(groups[node], nodes.firsts[node], nodes.size(node), home, placement.bound);
         level(on_ranks);
         std::ranges::move(on_ranks, std::back_inserter(ranks));
     }

@@ -5,11 +5,12 @@
 #include <span>
 
 #include "balance.h"
+#include "nodes.h"
 
 namespace motet {
 
 using Home = std::span<const std::int32_t>;  // [num_items], the rank that holds each item
 
-Placement packed_home(Weights weights, int num_ranks, Home home, int ranks_per_node);
+Placement packed_home(Weights weights, Home home, const Nodes& nodes);
 
 }  // namespace motet

@@ -123,20 +123,17 @@ std::vector<int> one_each(int num_ranks) {
 
 }  // namespace
 
-JointPlacement joint_home(JointCosts costs, int num_ranks, Home home, std::span<const std::int64_t> sizes,
-                          int ranks_per_node) {
+JointPlacement joint_home(JointCosts costs, Home home, std::span<const std::int64_t> sizes, const Nodes& nodes) {
+    const int num_ranks = nodes.num_ranks();
     const Examples examples(costs.values, sizes, costs.num_phases, num_ranks);
     Numbers ranks(home.begin(), home.end()), node_of(home.begin(), home.end());
-    for (auto& node : node_of) node /= ranks_per_node;
-    std::vector<int> firsts;
-    for (int first = 0; first < num_ranks; first += ranks_per_node) firsts.push_back(first);
-    firsts.push_back(num_ranks);
-    examples.level(examples.order, node_of, firsts, kNodeBits);
-    std::vector<Numbers> on_nodes(firsts.size() - 1);
+    for (auto& node : node_of) node = nodes.of_rank[node];
+    examples.level(examples.order, node_of, nodes.firsts, kNodeBits);
+    std::vector<Numbers> on_nodes(nodes.count());
     for (const auto example : examples.order) on_nodes[node_of[example]].push_back(example);
     Numbers place_of(ranks.size());
-    for (std::size_t node = 0; node < on_nodes.size(); ++node) {
-        const int first = firsts[node], size = firsts[node + 1] - first;
+    for (int node = 0; node < nodes.count(); ++node) {
+        const int first = nodes.firsts[node], size = nodes.size(node);
         for (const auto example : on_nodes[node]) {
             const int place = ranks[example] - first;
             place_of[example] = place >= 0 && place < size ? place : -1;

@@ -10,7 +10,6 @@
 namespace motet {
 
 // sizes: [num_examples], the bytes that move with an example.
-JointPlacement joint_home(JointCosts costs, int num_ranks, Home home, std::span<const std::int64_t> sizes,
-                          int ranks_per_node);
+JointPlacement joint_home(JointCosts costs, Home home, std::span<const std::int64_t> sizes, const Nodes& nodes);
 
 }  // namespace motet

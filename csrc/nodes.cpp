@@ -25,14 +25,13 @@ struct Entry {
 // What is held, without the zeros.
 class Volumes {
 public:
-    const int num_ranks, ranks_per_node, num_nodes;
+    const Nodes& nodes;
+    const int num_ranks;
     std::vector<std::vector<Entry>> of_source;  // most first, then by batch
 
     Volumes(std::span<const std::int32_t> sources, std::span<const std::int32_t> batches,
-            std::span<const std::int64_t> sizes, int num_ranks, int ranks_per_node)
-        : num_ranks(num_ranks), ranks_per_node(ranks_per_node),
-          num_nodes((num_ranks + ranks_per_node - 1) / ranks_per_node), of_source(num_ranks),
-          start_(static_cast<std::size_t>(num_ranks) + 1, 0) {
+            std::span<const std::int64_t> sizes, const Nodes& nodes)
+        : nodes(nodes), num_ranks(nodes.num_ranks()), of_source(num_ranks), start_(static_cast<std::size_t>(num_ranks) + 1, 0) {
         for (std::size_t item = 0; item < sizes.size(); ++item) {
             of_source[sources[item]].push_back({batches[item], sizes[item]});
         }
@@ -43,8 +42,6 @@ public:
             std::ranges::stable_sort(held, [](const Entry& a, const Entry& b) { return a.volume > b.volume; });
         }
     }
-    int node_of(int source) const { return source / ranks_per_node; }
-    int size_of(int node) const { return std::min(ranks_per_node, num_ranks - node * ranks_per_node); }
     // What the sources of a node hold of a batch.
     std::span<const Entry> in_node(int batch, int node) const {
         const std::size_t end = start_[batch + 1];
@@ -99,7 +96,7 @@ private:
             for (const Entry& entry : of_source[source]) {
                 const std::size_t place = next[entry.other]++;
                 of_batch_[place] = {source, entry.volume};
-                node_of_entry_[place] = node_of(source);
+                node_of_entry_[place] = nodes.of_rank[source];
             }
         }
     }
@@ -116,8 +113,8 @@ struct Swap {
 class Renaming {
 public:
     explicit Renaming(const Volumes& volumes)
-        : volumes_(volumes), node_of_(volumes.num_ranks, -1), batches_(volumes.num_nodes),
-          sent_(volumes.num_ranks, 0), settled_until_(volumes.num_ranks, 0), excess_(volumes.num_nodes, 0) {
+        : volumes_(volumes), node_of_(volumes.num_ranks, -1), batches_(volumes.nodes.count()),
+          sent_(volumes.num_ranks, 0), settled_until_(volumes.num_ranks, 0), excess_(volumes.nodes.count(), 0) {
         for (int source = 0; source < volumes.num_ranks; ++source) {
             for (const Entry& entry : volumes.of_source[source]) sent_[source] += entry.volume;
         }
@@ -130,7 +127,7 @@ public:
         for (int source = 0; source < volumes_.num_ranks; ++source) waiting.push({sent_[source], -source});
         while (!waiting.empty()) {
             const auto [sent, negated] = waiting.top();
-            const int source = -negated, node = volumes_.node_of(source);
+            const int source = -negated, node = volumes_.nodes.of_rank[source];
             waiting.pop();
             if (sent != sent_[source]) {  // it sends less by now, because of its neighbours' batches
                 waiting.push({sent_[source], negated});
@@ -170,14 +167,13 @@ public:
 
     // Batches of a node in batch order.
     std::vector<std::int64_t> ranks() const {
-        std::vector<std::int64_t> next(volumes_.num_nodes), ranks;
-        for (int node = 0; node < volumes_.num_nodes; ++node) next[node] = node * volumes_.ranks_per_node;
+        std::vector<std::int64_t> next(volumes_.nodes.firsts.begin(), volumes_.nodes.firsts.end()), ranks;
         for (const int node : node_of_) ranks.push_back(next[node]++);
         return ranks;
     }
 
 private:
-    bool is_full(int node) const { return static_cast<int>(batches_[node].size()) == volumes_.size_of(node); }
+    bool is_full(int node) const { return static_cast<int>(batches_[node].size()) == volumes_.nodes.size(node); }
     int heaviest() const { return static_cast<int>(std::ranges::max_element(sent_) - sent_.begin()); }
     // What the sources of a node send more, or less, without, or with, the batch there.
     void send(int batch, int node, int sign) {
@@ -207,7 +203,7 @@ private:
     std::pair<std::int64_t, std::int64_t> lower_threshold() {
         const std::int64_t most = sent_[heaviest()];
         threshold_ = most - (most >> 7);
-        for (int node = 0; node < volumes_.num_nodes; ++node) excess_[node] = excess_of(node);
+        for (int node = 0; node < volumes_.nodes.count(); ++node) excess_[node] = excess_of(node);
         return {most, total_};
     }
     std::int64_t square(std::int64_t sent) const {
@@ -215,8 +211,8 @@ private:
         return over * over;
     }
     std::int64_t excess_of(int node) const {
-        const auto first = sent_.begin() + static_cast<std::ptrdiff_t>(node) * volumes_.ranks_per_node;
-        return std::transform_reduce(first, first + volumes_.size_of(node), std::int64_t{0}, std::plus<>(),
+        const auto first = sent_.begin() + volumes_.nodes.firsts[node];
+        return std::transform_reduce(first, first + volumes_.nodes.size(node), std::int64_t{0}, std::plus<>(),
                                      [&](std::int64_t sent) { return square(sent); });
     }
     // The same as a change of the sum of squares.
@@ -229,7 +225,7 @@ private:
     }
     // A batch of the source's node, and one to come instead, of which the source holds more.
     Swap best_swap(int source, int step) {
-        const int node = volumes_.node_of(source);
+        const int node = volumes_.nodes.of_rank[source];
         Swap best;
         for (const int out : batches_[node]) {
             if (settled_until_[out] >= step) continue;
@@ -264,9 +260,16 @@ private:
 
 }  // namespace
 
+Nodes::Nodes(std::span<const std::int32_t> sizes) : firsts{0} {
+    for (const auto size : sizes) {
+        of_rank.insert(of_rank.end(), size, count());
+        firsts.push_back(firsts.back() + size);
+    }
+}
+
 std::vector<std::int64_t> place_on_nodes(std::span<const std::int32_t> sources, std::span<const std::int32_t> batches,
-                                         std::span<const std::int64_t> sizes, int num_ranks, int ranks_per_node) {
-    const Volumes volumes(sources, batches, sizes, num_ranks, ranks_per_node);
+                                         std::span<const std::int64_t> sizes, const Nodes& nodes) {
+    const Volumes volumes(sources, batches, sizes, nodes);
     Renaming renaming(volumes);
     renaming.start();
     renaming.swap_batches();

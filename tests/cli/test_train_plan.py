@@ -94,14 +94,6 @@ def test_what_does_not_agree_is_one_sentence(refused, overrides, change, said):
     assert said in refused(*overrides, **change)
 
 
-def test_a_unit_that_is_not_trained_yet_is_named_by_its_field(refused, job):
-    plan = json.loads(job.with_name("plan.json").read_text())
-    unit = {**plan["units"][0], "first_rank": 1, "pp": 1, "dp": 3, "stages": [{"image": 2, "audio": 2, "backbone": 3}]}
-    nodes = {**plan["cluster"], "num_nodes": 2}
-    said = refused(units=[unit], schedule="data_parallel", cluster=nodes, microbatch_size=1)
-    assert "has first_rank 1, inside a node, and ranks on further ones; let it be a node's first rank, which" in said
-
-
 def test_pieces_are_those_of_the_plan_where_ranks_share_products(refused, job):
     units = json.loads(job.with_name("plan.json").read_text())["units"]
     unit = {**units[0], "tp": 2, "pp": 1, "stages": [{"image": 2, "audio": 2, "backbone": 3}]}

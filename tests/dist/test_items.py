@@ -126,8 +126,9 @@ def check_batch(rank: int, num_ranks: int, group, seed: int, carrier=None) -> li
     balanced = [(), (BACKBONE,), tuple(COSTS)][seed % 3]
     measures = {"image": Halves(), "audio": Halves()}
     communicator = ["all_to_all", "all_gather"][seed % 2]
-    orchestrator = Orchestrator(COSTS, num_ranks, balanced, node_wise=seed % 5 > 0, communicator=communicator)
-    exchange = ItemExchange(group, orchestrator, measures, capacity=8, ranks_per_node=2, carrier=carrier)
+    options = {"node_wise": seed % 5 > 0, "communicator": communicator, "ranks_per_node": 2}
+    orchestrator = Orchestrator(COSTS, num_ranks, balanced, **options)
+    exchange = ItemExchange(group, orchestrator, measures, capacity=8, carrier=carrier)
     carried = []
     carry = getattr(exchange.carrier, communicator)
     setattr(exchange.carrier, communicator, lambda outgoing, *sizes: carried.append(sizes) or carry(outgoing, *sizes))
@@ -173,7 +174,7 @@ def bytes_over_nodes(rank: int, num_ranks: int, tells_homes: bool) -> tuple[int,
         decide = orchestrator.decide
         orchestrator.decide = lambda lengths, _: decide(lengths)
     measures = {"image": Halves(), "audio": Halves()}
-    exchange = ItemExchange(dist.new_group(backend="gloo"), orchestrator, measures, ranks_per_node=2)
+    exchange = ItemExchange(dist.new_group(backend="gloo"), orchestrator, measures)
     got = exchange(held[rank])
     return got.moved_bytes, got.crossing_bytes
 

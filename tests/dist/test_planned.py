@@ -261,6 +261,7 @@ def as_torchrun_starts(num_ranks, ranks_per_node, *words):
         pytest.param(False, 2, 0, marks=pytest.mark.slow),
         pytest.param(True, 1, 1, marks=pytest.mark.slow),
         pytest.param(False, 2, 2, marks=pytest.mark.slow),
+        pytest.param(False, 2, 1, marks=pytest.mark.slow),
     ],
     ids=[
         "of the first node",
@@ -268,6 +269,7 @@ def as_torchrun_starts(num_ranks, ranks_per_node, *words):
         "of the last node, all modules on each",
         "before others",
         "a node before others",
+        "of the first node, all modules on each",
     ],
 )
 def test_ranks_that_a_plan_leaves_over_end_at_once(job, alone, tmp_path, in_stages, nodes, first_rank):
@@ -277,7 +279,7 @@ def test_ranks_that_a_plan_leaves_over_end_at_once(job, alone, tmp_path, in_stag
     if in_stages:
         plan = replace(plan, units=(replace(plan.units[0], first_rank=first_rank),))
     else:
-        whole = Unit("all", (plan.model.num_blocks,), dp=2 if first_rank else 3, zero=2, first_rank=first_rank)
+        whole = Unit("all", (plan.model.num_blocks,), dp=2 if first_rank == 2 else 3, zero=2, first_rank=first_rank)
         plan = replace(plan, units=(whole,), microbatch_size=1, schedule="data_parallel", balance="joint")
     file, run_dir = tmp_path / "plan.json", tmp_path / "run"
     write_plan(plan, file)

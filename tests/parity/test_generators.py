@@ -216,7 +216,7 @@ def take_steps(rank: int, num_ranks: int, cases: list[Case]):
 
 def take_step(rank: int, num_ranks: int, case: Case):
     """The losses, and the whole gradients by name."""
-    mesh = build_mesh(torch.device("cpu"), shard_size=case.fsdp.shard_size, ranks_per_node=2)
+    mesh = build_mesh(torch.device("cpu"), shard_size=case.fsdp.shard_size)
     model = model_with_generators(*case.model)
     model.train()
     speed = {"speed": NEAR} if case.method == "auto" else {}
@@ -230,7 +230,7 @@ def take_step(rank: int, num_ranks: int, case: Case):
     for number, examples in enumerate(microbatches(case)):
         home = np.sort(np.arange(len(examples)) % num_ranks)
         got = exchange([example for example, owner in zip(examples, home) if owner == rank])
-        batch = assemble(got.decision, got.lengths, rank, got.sequences, got.media, ranks_per_node=2)
+        batch = assemble(got.decision, got.lengths, rank, got.sequences, got.media)
         moves += sum(not batch.routes[name].is_local for name in QUERIES)
         batch = batch.with_draws(keys_of(number, len(examples)))
         batches.append(batch.to(mesh.device, dtype=torch.float64))

@@ -102,8 +102,9 @@ def orchestrator_of(model, num_ranks: int, case: Case) -> Orchestrator:
     config.balanced(model.encoders)
     recompute = case.fsdp.recomputed(model_spec(model).num_blocks)
     device = torch.device("cpu")
+    nodes = (1, num_ranks - 1) if case.seed % 2 and num_ranks > 2 else RANKS_PER_NODE
     return build_orchestrator(
-        config, model, num_ranks, device, torch.float64, recompute=recompute, ranks_per_node=RANKS_PER_NODE
+        config, model, num_ranks, device, torch.float64, recompute=recompute, ranks_per_node=nodes
     )
 
 
@@ -120,7 +121,7 @@ def rank_batch(
         got = exchange([example for example, rank in zip(examples, home) if rank == mesh.rank])
         assert got.kept.all()
         assert (got.lengths.home == np.sort(home)).all()
-        return assemble(got.decision, got.lengths, mesh.rank, got.sequences, got.media, ranks_per_node=RANKS_PER_NODE)
+        return assemble(got.decision, got.lengths, mesh.rank, got.sequences, got.media)
     lengths = lengths_of(model, examples, mesh)
     return assembled(examples, lengths, orchestrator.decide(lengths), mesh)
 
@@ -177,7 +178,6 @@ def assembled(examples: list[LoadedExample], lengths: BatchLengths, decision: De
         mesh.rank,
         [examples[i].sequence for i in decision.backbone.on_rank(mesh.rank)],
         {p: [items[p][i] for i in decision.assignments[p].on_rank(mesh.rank)] for p in phases},
-        ranks_per_node=RANKS_PER_NODE,
     )
 
 

@@ -15,6 +15,7 @@ from motet.balance import ASSUMED_SPEEDS, Speed, StepCosts, StepTimes
 from motet.balance.costs import cost_of
 from motet.balance.phases import KeyExchange
 from motet.core.errors import UserError
+from motet.core.nodes import RanksPerNode
 from motet.core.plan import Plan, Policy
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
@@ -29,8 +30,8 @@ def by_operations(plan: Plan) -> StepCosts:
     """The costs of a recipe that states none: the model's operations at an assumed speed."""
     element_bytes = mixed_precision(plan.precision, pipeline=False).compute
     speed = ASSUMED_SPEEDS[device_type_of(plan)]
-    per_node = replicas_per_node(plan)
-    return operation_costs(plan.model, recomputed_blocks(plan), speed, element_bytes, per_node, policies=plan.policy)
+    nodes = plan.replicas_by_node
+    return operation_costs(plan.model, recomputed_blocks(plan), speed, element_bytes, nodes, policies=plan.policy)
 
 
 def operation_costs(
@@ -38,7 +39,7 @@ def operation_costs(
     recompute: Mapping[str, int],
     speed: Speed,
     element_bytes: int,
-    ranks_per_node: int | None = None,
+    ranks_per_node: RanksPerNode | None = None,
     *,
     policies: Mapping[str, Policy] = MappingProxyType({}),
 ) -> StepCosts:
@@ -46,7 +47,7 @@ def operation_costs(
 
     recompute:      as in `Operations`.
     element_bytes:  bytes of an exchanged number.
-    ranks_per_node: exchanging ranks in a node; None: all ranks share one node.
+    ranks_per_node: of the exchanging ranks, as of `Network`.
     policies:       of the phases that are balanced otherwise than they are computed.
     Raises UserError for the policy "padded_attention", of which operations know no parts.
     """
@@ -114,11 +115,6 @@ def recomputed_blocks(plan: Plan) -> Mapping[str, int]:
     """The number of recomputed blocks of each module, for a Plan whose phases are colocated."""
     (recompute,) = plan.unit_of(BACKBONE).recompute or ({},)
     return recompute
-
-
-def replicas_per_node(plan: Plan) -> int:
-    """The number of data-parallel replicas in a node. One of a replica's tensor-parallel ranks exchanges for all."""
-    return max(plan.cluster.ranks_per_node // plan.unit_of(BACKBONE).tp, 1)
 
 
 def device_type_of(plan: Plan) -> str:

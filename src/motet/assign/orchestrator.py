@@ -38,6 +38,7 @@ from motet.core.assignment import Assignment
 from motet.core.cluster import Link
 from motet.core.cuts import ItemCuts
 from motet.core.exchange import Communicator, Network
+from motet.core.nodes import RanksPerNode
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.schedule import PlannedProgram
 
@@ -61,7 +62,7 @@ class Decision:
                  (`Orchestrator.within_groups`).
     why:         the reason for the method, a sentence with figures; empty if nothing was predicted.
     predicted_s: seconds of the microbatch by method; empty if nothing was predicted.
-    communicator: how its exchanges are executed.
+    communicator: how its exchanges are executed. ranks_per_node: of the ranks that exchange, as of `Network`.
     program:     the Program of its step, where that is decided by step (`Plan.filling`); None: that of its Plan.
     cuts:        the sequences that several ranks share, which `assignments` have on the rank with most of their rows;
                  None: all are whole.
@@ -96,6 +97,7 @@ class Decision:
     merges: bool = False
     lacking_bytes: int = 0
     fits_whole: bool = True
+    ranks_per_node: RanksPerNode | None = None
 
     def cuts_of(self, phase: str) -> ItemCuts | None:
         """The items of a phase that several ranks share; None: all are whole."""
@@ -200,7 +202,7 @@ class Orchestrator:
         times: StepTimes | None = None,
         methods: Sequence[Method] = METHODS,
         defers: bool = False,
-        ranks_per_node: int | None = None,
+        ranks_per_node: RanksPerNode | None = None,
         node_wise: bool | None = None,
         communicator: Communicator | None = None,
     ) -> None:
@@ -252,7 +254,16 @@ class Orchestrator:
         assignments = self._balance_each(lengths, work, before[BACKBONE], held)
         method = "per_phase" if self.balanced == self.costs.costs.keys() else "some" if self.balanced else "off"
         decide_s = time.perf_counter() - start_s
-        return Decision(assignments, before, self.costs, work, decide_s, method, communicator=self.communicator)
+        return Decision(
+            assignments,
+            before,
+            self.costs,
+            work,
+            decide_s,
+            method,
+            communicator=self.communicator,
+            ranks_per_node=self.ranks_per_node,
+        )
 
     def within_groups(self, decision: Decision, lengths: BatchLengths) -> Decision:
         """The decision for a microbatch of groups, a rank; the groups as they are if it gives any rank more than them.
@@ -329,6 +340,7 @@ class Orchestrator:
             merges=isinstance(self.costs, StepCosts) and self.costs.times.merges,
             lacking_bytes=choice.lacking_bytes,
             fits_whole=choice.fits_whole,
+            ranks_per_node=self.ranks_per_node,
         )
 
     def _balance_each(

@@ -73,20 +73,13 @@ def order_islands(
     limit: int,
     num_visits: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
-def packed_home(
-    weights: NDArray[np.int64], num_ranks: int, home: NDArray[np.int32], ranks_per_node: int
-) -> _Placement: ...
+def packed_home(weights: NDArray[np.int64], home: NDArray[np.int32], node_sizes: NDArray[np.int32]) -> _Placement: ...
 def joint_home(
-    costs: NDArray[np.int64],
-    num_ranks: int,
-    home: NDArray[np.int32],
-    sizes: NDArray[np.int64],
-    ranks_per_node: int,
+    costs: NDArray[np.int64], home: NDArray[np.int32], sizes: NDArray[np.int64], node_sizes: NDArray[np.int32]
 ) -> _JointPlacement: ...
 def place_on_nodes(
     sources: NDArray[np.int32],
     batches: NDArray[np.int32],
     sizes: NDArray[np.int64],
-    num_ranks: int,
-    ranks_per_node: int,
+    node_sizes: NDArray[np.int32],
 ) -> NDArray[np.int64]: ...

@@ -8,6 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.errors import ArgumentError
 from motet.core.limits import INT64_MAX
+from motet.core.nodes import RanksPerNode, node_sizes
 
 EXACT_FLOAT = 2**53
 """From this number on, floats cannot represent every integer."""
@@ -21,13 +22,9 @@ def checked_num_ranks(num_ranks: int) -> int:
     return int(num_ranks)
 
 
-def checked_ranks_per_node(ranks_per_node: int | None, num_ranks: int) -> int:
-    """The ranks of a node: at most num_ranks; 1 for None. Raises ArgumentError for fewer than one."""
-    if ranks_per_node is None:
-        return 1
-    if ranks_per_node < 1:
-        raise ArgumentError(f"ranks_per_node is {ranks_per_node}; it must be at least 1.")
-    return min(int(ranks_per_node), num_ranks)
+def checked_node_sizes(ranks_per_node: RanksPerNode | None, num_ranks: int) -> Int32Array:
+    """How many ranks each node has, int32 [num_nodes]; None makes each rank a node. Raises as `node_sizes`."""
+    return node_sizes(1 if ranks_per_node is None else ranks_per_node, num_ranks).astype(np.int32)
 
 
 def checked_integers(values: ArrayLike, name: str, num_axes: int = 1) -> Int64Array:

@@ -46,7 +46,7 @@ from motet.balance.phases import (
     computing_ns,
     follow,
     joint_costs,
-    keeping_size,
+    kept_within,
     scored_phase,
 )
 from motet.balance.placement import assign
@@ -310,7 +310,7 @@ def _apart(phase: Phase, backbone: Assignment, network: Network, alone: _Alone) 
         backbone,
         alone.backend,
         output_bytes=phase.output_bytes,
-        ranks_per_node=network.kept_node_size,
+        ranks_per_node=network.kept_within_nodes,
         alone=partial(alone.of, phase),
     )
 
@@ -377,7 +377,7 @@ def _joint_backbone(phases: Sequence[Phase], num_ranks: int, held: Held | None, 
             num_ranks,
             home=held.home,
             bytes=held.input_bytes,
-            ranks_per_node=keeping_size(held.ranks_per_node, num_ranks),
+            ranks_per_node=kept_within(held.ranks_per_node, num_ranks),
             backend=backend,
         ).ranks
     return scored_phase(phases[0], ranks, num_ranks)

@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from motet.balance.backend import Backend, algorithms
-from motet.balance.checks import check_sum, checked_integers, checked_ranks, checked_ranks_per_node
+from motet.balance.checks import check_sum, checked_integers, checked_node_sizes, checked_ranks
 from motet.balance.costs import Cost, Packed
 from motet.core.arrays import Int32Array, Int64Array
 from motet.core.assignment import Assignment, csr_from_ranks, max_sum
 from motet.core.errors import ArgumentError
+from motet.core.nodes import RanksPerNode, node_of_ranks
 
 
 def assign_from_home(
@@ -24,7 +25,7 @@ def assign_from_home(
     num_ranks: int,
     cost: Cost,
     home: ArrayLike,
-    ranks_per_node: int | None,
+    ranks_per_node: RanksPerNode | None,
     unconstrained: Callable[[], Assignment],
     backend: Backend = "native",
 ) -> Assignment:
@@ -40,9 +41,9 @@ def assign_from_home(
             f"home is given with {cost}; it must go with Packed (rename padded batches: place_on_nodes)."
         )
     checked = checked_ranks(home, "home", len(weights), num_ranks)
-    size = checked_ranks_per_node(ranks_per_node, num_ranks)
-    near = Assignment(*algorithms(backend).packed_home(weights, num_ranks, checked, size))
-    return _near_or_unconstrained(near, unconstrained, 10, checked, weights, size, backend)
+    node_sizes = checked_node_sizes(ranks_per_node, num_ranks)
+    near = Assignment(*algorithms(backend).packed_home(weights, checked, node_sizes))
+    return _near_or_unconstrained(near, unconstrained, 10, checked, weights, ranks_per_node, backend)
 
 
 def assign_jointly_from_home(
@@ -50,7 +51,7 @@ def assign_jointly_from_home(
     num_ranks: int,
     home: ArrayLike,
     sizes_bytes: ArrayLike | None,
-    ranks_per_node: int | None,
+    ranks_per_node: RanksPerNode | None,
     unconstrained: Callable[[], Assignment],
     backend: Backend = "native",
 ) -> Assignment:
@@ -64,9 +65,9 @@ def assign_jointly_from_home(
     if sizes.shape != (len(costs),):
         raise ArgumentError(f"bytes has shape {sizes.shape}; it must be one size for each of {len(costs)} examples.")
     check_sum(sizes, "bytes")
-    size = checked_ranks_per_node(ranks_per_node, num_ranks)
-    near = Assignment(*algorithms(backend).joint_home(costs, num_ranks, checked, sizes, size))
-    return _near_or_unconstrained(near, unconstrained, 6, checked, sizes, size, backend)
+    node_sizes = checked_node_sizes(ranks_per_node, num_ranks)
+    near = Assignment(*algorithms(backend).joint_home(costs, checked, sizes, node_sizes))
+    return _near_or_unconstrained(near, unconstrained, 6, checked, sizes, ranks_per_node, backend)
 
 
 def _near_or_unconstrained(
@@ -75,7 +76,7 @@ def _near_or_unconstrained(
     slack_bits: int,
     home: Int32Array,
     sizes: Int64Array,
-    ranks_per_node: int,
+    ranks_per_node: RanksPerNode | None,
     backend: Backend,
 ) -> Assignment:
     """`near`, unless it is more than 2^-slack_bits above the unconstrained placement; then that one, renamed."""
@@ -91,14 +92,20 @@ def _near_or_unconstrained(
 
 
 def renamed(
-    placed: Assignment, home: Int32Array, sizes: Int64Array, ranks_per_node: int, backend: Backend = "native"
+    placed: Assignment,
+    home: Int32Array,
+    sizes: Int64Array,
+    ranks_per_node: RanksPerNode | None,
+    backend: Backend = "native",
 ) -> Assignment:
     """The same placement with ranks renamed by `place_on_nodes`, so that little leaves its node.
 
     home: int32 [num_items], the home rank of each item. sizes: int64 [num_items], what moves with it.
+    ranks_per_node: as of `place_on_nodes`; None makes each rank a node.
     """
     # From the items alone: of many ranks, a matrix of what each holds of each batch would take gigabytes.
-    new_rank = algorithms(backend).place_on_nodes(home, placed.ranks, sizes, placed.num_ranks, ranks_per_node)
+    nodes = checked_node_sizes(ranks_per_node, placed.num_ranks)
+    new_rank = algorithms(backend).place_on_nodes(home, placed.ranks, sizes, nodes)
     ranks = new_rank[placed.ranks].astype(np.int32)
     loads = np.empty_like(placed.loads)
     loads[new_rank] = placed.loads
@@ -113,20 +120,23 @@ def check_unused(**options: object) -> None:
 
 
 def crossing(
-    assignment: Assignment, home: ArrayLike, weights: ArrayLike | None = None, ranks_per_node: int | None = None
+    assignment: Assignment,
+    home: ArrayLike,
+    weights: ArrayLike | None = None,
+    ranks_per_node: RanksPerNode | None = None,
 ) -> float:
     """The share of `weights` that leaves its node, from 0 (nothing) to 1 (everything).
 
     home: int [num_items], the rank that holds each item.
     weights: int [num_items], >= 0, tokens or bytes of each item; None counts items.
-    ranks_per_node: None makes each rank a node.
+    ranks_per_node: as of `place_on_nodes`; None makes each rank a node.
     O(num_items). Raises ArgumentError for ranks out of range and for shapes that disagree.
     """
     checked = checked_ranks(home, "home", assignment.num_items, assignment.num_ranks)
-    size = checked_ranks_per_node(ranks_per_node, assignment.num_ranks)
+    node = node_of_ranks(1 if ranks_per_node is None else ranks_per_node, assignment.num_ranks)
     amounts = np.ones(assignment.num_items) if weights is None else weights
     amounts = checked_integers(amounts, "weights").astype(np.float64)
     if amounts.shape != checked.shape:
         raise ArgumentError(f"weights has shape {amounts.shape}; it must be one for each of {len(checked)} items.")
-    crossed = amounts[assignment.ranks // size != checked // size].sum()
+    crossed = amounts[node[assignment.ranks] != node[checked]].sum()
     return float(crossed / amounts.sum()) if amounts.any() else 0.0

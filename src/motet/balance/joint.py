@@ -11,6 +11,7 @@ from motet.balance.home import assign_jointly_from_home, check_unused
 from motet.balance.placement import assign
 from motet.core.assignment import Assignment
 from motet.core.errors import ArgumentError
+from motet.core.nodes import RanksPerNode
 
 PAIRS_PER_EXAMPLE = 1_000
 MIN_PAIRS = 1_000_000
@@ -26,7 +27,7 @@ def assign_jointly(
     *,
     home: ArrayLike | None = None,
     bytes: ArrayLike | None = None,
-    ranks_per_node: int | None = None,
+    ranks_per_node: RanksPerNode | None = None,
     time_budget_s: float | None = None,
     backend: Backend = "native",
 ) -> Assignment:
@@ -37,7 +38,7 @@ def assign_jointly(
     home: int [num_examples], the rank that holds each example. Few bytes leave their node, and the sum of the largest
         loads is at most 1.6 % above that without home.
     bytes: with home, int [num_examples], what moves with each example; None counts examples.
-    ranks_per_node: with home, the ranks of a node; None makes each rank a node.
+    ranks_per_node: with home, as of `place_on_nodes`; None makes each rank a node.
     time_budget_s: time of the search that improves the first placements, counted in comparisons at a nominal rate. The
         search stops within 2^-11 of the sum of the bounds. 0: where it would begin, without longest first over vectors.
 

@@ -9,26 +9,27 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from motet.balance.backend import Backend, algorithms
-from motet.balance.checks import checked_integers, checked_ranks_per_node
+from motet.balance.checks import checked_integers, checked_node_sizes
 from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError
 from motet.core.limits import INT64_MAX
+from motet.core.nodes import RanksPerNode
 
 
 def place_on_nodes(
-    volume: ArrayLike, ranks_per_node: int, *, exact: bool = False, backend: Backend = "native"
+    volume: ArrayLike, ranks_per_node: RanksPerNode, *, exact: bool = False, backend: Backend = "native"
 ) -> Int64Array:
     """The rank of each batch, int64 [num_ranks], a permutation: the largest volume sent to other nodes is small.
 
     volume: int [num_ranks, num_ranks], >= 0; volume[s, b] is what source rank s holds of batch b, in any unit (bytes).
     The objective is the maximum over sources of what a source sends to other nodes.
-    ranks_per_node: node n has the ranks from n * ranks_per_node on; the last node may be smaller.
+    ranks_per_node: 8, if each node has as many and the last what is left; or those of each node, such as (3, 8, 5).
     exact: find the smallest maximum by integer programming (HiGHS): for small jobs and for measurements. At 128 ranks
     it takes seconds to hours. Without it, the result is within 1 % of the best known at 128 ranks and 60 items a rank.
 
     O(num_ranks^2) and at most 1000 swaps. OrchMLLM Algorithm 3, corrected (reference/nodes.py).
-    Raises ArgumentError for another shape, for negative or fractional volumes, and where the sum of a row does not fit
-    int64.
+    Raises ArgumentError for another shape, for negative or fractional volumes, where the sum of a row does not fit
+    int64, and as `core.nodes.node_sizes`.
     """
     checked = checked_integers(volume, "volume", 2)
     num_ranks = len(checked)
@@ -43,13 +44,13 @@ def place_on_nodes(
         most = max(sum(row) for row in checked.tolist())
         if most > INT64_MAX:
             raise ArgumentError(f"volume adds up to {most} in the row of a source, past 2^63 - 1.")
-    size = checked_ranks_per_node(ranks_per_node, num_ranks)
+    sizes = checked_node_sizes(ranks_per_node, num_ranks)
     if exact:
         from motet.balance.reference.nodes import exactly_on_nodes
 
-        return exactly_on_nodes(checked, size)
+        return exactly_on_nodes(checked, sizes)
     sources, batches = np.nonzero(checked)
     ranks: Int64Array = algorithms(backend).place_on_nodes(
-        sources.astype(np.int32), batches.astype(np.int32), checked[sources, batches], num_ranks, size
+        sources.astype(np.int32), batches.astype(np.int32), checked[sources, batches], sizes
     )
     return ranks

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from motet.balance.backend import Backend
-from motet.balance.checks import checked_integers, checked_ranks, checked_ranks_per_node
+from motet.balance.checks import checked_integers, checked_ranks
 from motet.balance.costs import Cost, Packed
 from motet.balance.home import assign_from_home, renamed
 from motet.balance.item_bytes import ItemBytes
@@ -21,6 +21,7 @@ from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.assignment import Assignment
 from motet.core.errors import ArgumentError
 from motet.core.exchange import NS_PER_S
+from motet.core.nodes import RanksPerNode, node_sizes
 
 _JOINT_TOTAL = 2**50
 """The sum of the largest phase in joint costs. It is low enough for exact sums in float64 and in int64."""
@@ -151,12 +152,12 @@ class Held:
 
     home:           int [num_examples], the rank that holds an example's inputs.
     input_bytes:    int [num_examples], what they take.
-    ranks_per_node: of the nodes that inputs are to stay on; None: all ranks share a node.
+    ranks_per_node: of the nodes that inputs are to stay on, as of `Network`.
     """
 
     home: ArrayLike
     input_bytes: ArrayLike
-    ranks_per_node: int | None
+    ranks_per_node: RanksPerNode | None
 
 
 def assign_backbone(
@@ -165,8 +166,8 @@ def assign_backbone(
     """Sequences balanced by themselves. held: where their inputs are, few of which then leave their node."""
     if held is None or not isinstance(cost, Packed):
         return assign(lengths, num_ranks, cost, backend=backend)
-    node_size = keeping_size(held.ranks_per_node, num_ranks)
-    return assign(lengths, num_ranks, cost, home=held.home, ranks_per_node=node_size, backend=backend)
+    groups = kept_within(held.ranks_per_node, num_ranks)
+    return assign(lengths, num_ranks, cost, home=held.home, ranks_per_node=groups, backend=backend)
 
 
 def assign_apart(
@@ -177,35 +178,33 @@ def assign_apart(
     backend: Backend = "native",
     *,
     output_bytes: Int64Array | None = None,
-    ranks_per_node: int | None = None,
+    ranks_per_node: RanksPerNode | None = None,
     alone: Callable[[], Assignment] | None = None,
 ) -> Assignment:
     """Balance the items of an encoder by themselves; few of their outputs leave the node that runs their example.
 
     owner: int64 [num_items], the example of each item.
     output_bytes: int64 [num_items], the size of an item's output; None: all outputs count alike.
-    ranks_per_node: None, or as many as there are ranks: all share a node, and outputs stay on their rank if they can.
+    ranks_per_node: as of `Network`; if all ranks share a node, outputs stay on their rank if they can.
     alone: gives the placement wherever examples are, `assign(lengths, num_ranks, cost)`, if the caller keeps it.
     Packed items start on the rank of their example, and a rank sends away only its excess, inside its node if it can.
     Padded items are put beside items of like length, so nearly all of them move; each batch is computed on the node
     that most of its outputs go to.
     """
     home, num_ranks = backbone.ranks[owner], backbone.num_ranks
-    node_size = keeping_size(ranks_per_node, num_ranks)
+    groups = kept_within(ranks_per_node, num_ranks)
     find_alone = alone or partial(assign, lengths, num_ranks, cost, backend=backend)
     if isinstance(cost, Packed):
         weights = item_weights(lengths, cost)
-        return assign_from_home(weights, num_ranks, cost, home, node_size, find_alone, backend)
+        return assign_from_home(weights, num_ranks, cost, home, groups, find_alone, backend)
     placed = find_alone()
     sizes = np.ones(len(owner), dtype=np.int64) if output_bytes is None else output_bytes
-    return renamed(placed, home, sizes, node_size, backend)
+    return renamed(placed, home, sizes, groups, backend)
 
 
-def keeping_size(ranks_per_node: int | None, num_ranks: int) -> int:
-    """The size of the groups of ranks that items are to stay in: nodes, or single ranks if all share a node."""
-    if ranks_per_node is None or ranks_per_node >= num_ranks:
-        return 1
-    return checked_ranks_per_node(ranks_per_node, num_ranks)
+def kept_within(ranks_per_node: RanksPerNode | None, num_ranks: int) -> RanksPerNode:
+    """The sizes of the groups of ranks that items are to stay in: nodes, or single ranks if all share a node."""
+    return 1 if ranks_per_node is None or len(node_sizes(ranks_per_node, num_ranks)) < 2 else ranks_per_node
 
 
 def joint_costs(phases: Sequence[Phase]) -> tuple[Int64Array, float]:

@@ -18,6 +18,7 @@ from motet.balance.weights import LengthsLike, item_weights
 from motet.core.arrays import Int64Array
 from motet.core.assignment import Assignment, csr_from_ranks
 from motet.core.errors import ArgumentError
+from motet.core.nodes import RanksPerNode
 
 _DEFAULT_COST = Packed()
 
@@ -32,7 +33,7 @@ def assign(
     *,
     equal_counts: bool = False,
     home: ArrayLike | None = None,
-    ranks_per_node: int | None = None,
+    ranks_per_node: RanksPerNode | None = None,
     time_budget_s: float | None = None,
     backend: Backend = "native",
 ) -> Assignment:
@@ -46,8 +47,7 @@ def assign(
     equal_counts: the item counts of two ranks differ by at most one (Packed).
     home: int [num_items], the rank that holds each item (Packed). Few items leave their node, and the largest load is
         at most 0.1 % above that without home.
-    ranks_per_node: with home, node n has the ranks from n * ranks_per_node on; the last node may be smaller. None makes
-        each rank a node.
+    ranks_per_node: with home, as of `place_on_nodes`; None makes each rank a node.
     time_budget_s: time of the swaps on one core, counted in steps at a nominal rate (Packed); the result does not
         depend on the machine. A larger budget is never worse. None: 0.4 ms plus 6 us for each rank. Swaps stop at the
         bound.

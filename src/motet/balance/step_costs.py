@@ -19,6 +19,7 @@ from motet.core.cluster import Link
 from motet.core.cuts import rows_between_cuts
 from motet.core.errors import ArgumentError
 from motet.core.exchange import Network
+from motet.core.nodes import RanksPerNode
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 
 
@@ -113,8 +114,8 @@ class Speed:
     link: Link
     inter_node: Link
 
-    def network(self, ranks_per_node: int | None) -> Network:
-        """The links between ranks in nodes of `ranks_per_node`. None: all ranks share one node."""
+    def network(self, ranks_per_node: RanksPerNode | None) -> Network:
+        """The links between ranks in nodes of `ranks_per_node`, as of `Network`."""
         return Network(self.link, self.inter_node, ranks_per_node)
 
 

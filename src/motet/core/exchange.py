@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.cluster import Link
+from motet.core.nodes import RanksPerNode, node_of_ranks
 
 NS_PER_S = 10**9
 """Seconds are compared in whole nanoseconds, so that all ranks choose alike."""
@@ -136,11 +137,11 @@ def exchange_s(
 
 @dataclass(frozen=True)
 class Network:
-    """The links of an exchange, and the number of ranks that share a node.
+    """The links of an exchange, and which ranks share a node.
 
     intra_node:     the link of bytes that stay in their node.
     inter_node:     the link of bytes that cross; if it equals intra_node, a rank moves all its bytes over one link.
-    ranks_per_node: rank r is in node r // ranks_per_node; None: all ranks share one node.
+    ranks_per_node: 8, if each node has as many ranks, or those of each node, as (3, 8, 5); None: all share one node.
     communicator:   how exchanges are executed.
     node_wise:      whether items are placed so that few leave their node.
 
@@ -155,7 +156,7 @@ class Network:
 
     intra_node: Link
     inter_node: Link
-    ranks_per_node: int | None = None
+    ranks_per_node: RanksPerNode | None = None
     communicator: Communicator = "all_to_all"
     node_wise: bool = True
 
@@ -166,11 +167,11 @@ class Network:
 
     def nodes(self, num_ranks: int) -> Int64Array:
         """The node of each rank, int64 [num_ranks]."""
-        return np.arange(num_ranks) // (self.ranks_per_node or max(num_ranks, 1))
+        return node_of_ranks(self.ranks_per_node, num_ranks)
 
     @property
-    def kept_node_size(self) -> int | None:
-        """The number of ranks among which items are kept; None: they are placed as if all ranks shared a node."""
+    def kept_within_nodes(self) -> RanksPerNode | None:
+        """The nodes in which items are kept; None: they are placed as if all ranks shared a node."""
         return self.ranks_per_node if self.node_wise else None
 
     def exchange_s(self, moved_bytes: Moved) -> Float64Array:

@@ -11,7 +11,6 @@ section 4.1; schedule/generators/disaggregated.py). Under "data_parallel" the wh
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,7 +21,9 @@ from pydantic import Field
 
 from motet.core.cluster import Cluster
 from motet.core.limits import MAX_RANKS, Count, NumExamples, NumRanks
+from motet.core.nodes import ranks_by_node
 from motet.core.spec import ModelSpec
+from motet.core.workload import BACKBONE
 
 Policy = Literal["packed", "padded", "padded_attention"]
 """How the work of a rank's items adds up to its load (balance/costs.py; OrchMLLM section 5.1 and appendix A)."""
@@ -229,10 +230,13 @@ class Plan:
         return replace(self.cluster, num_nodes=last // per_node + 1, ranks_per_node=min(last + 1, per_node))
 
     @property
-    def ranks_by_node(self) -> list[int]:
-        """How many ranks it uses of each node of which it uses any, in order."""
-        counts = Counter(rank // self.cluster.ranks_per_node for rank in self.ranks)
-        return [counts[node] for node in sorted(counts)]
+    def replicas_by_node(self) -> tuple[int, ...]:
+        """How many replicas of the backbone each node has of which "data_parallel" uses any, in order.
+
+        One of a replica's tensor-parallel ranks exchanges for all: a replica counts as on the node of the first.
+        """
+        unit = self.unit_of(BACKBONE)
+        return ranks_by_node(self.cluster.node_of(rank) for rank in unit.ranks[:: unit.tp])
 
     @property
     def closed_up(self) -> Plan:

@@ -495,7 +495,6 @@ def assemble(
     sequences: Sequence[TokenSequence],
     media: Mapping[str, Sequence[Media]],
     *,
-    ranks_per_node: int | None = None,
     shared: Mapping[int, TokenSequence] = MappingProxyType({}),
 ) -> RankBatch:
     """The RankBatch of one rank, made of what the rank has loaded or received.
@@ -519,11 +518,11 @@ def assemble(
                 decision.backbone,
                 items,
                 rank,
-                ranks_per_node=ranks_per_node,
+                ranks_per_node=decision.ranks_per_node,
                 communicator=decision.communicator,
             )
             if decision.cuts is None and phase not in decision.item_cuts
-            else route_to_fragments(decision, lengths, phase, rank, layouts, ranks_per_node)
+            else route_to_fragments(decision, lengths, phase, rank, layouts)
         )
         num_tokens[phase] = items.take(examples).num_tokens
         own = decision.items_on(phase, rank)

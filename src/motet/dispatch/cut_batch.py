@@ -20,6 +20,7 @@ from motet.assign.orchestrator import Decision
 from motet.core.arrays import Int64Array
 from motet.core.context_rows import ContextRows
 from motet.core.cuts import ItemCuts
+from motet.core.nodes import node_of_ranks
 from motet.core.workload import BatchLengths
 from motet.dispatch.context import ContextShare, MergeShare, route_to_places, share_sequences
 from motet.dispatch.route import Route, route_of_parts
@@ -102,7 +103,6 @@ def route_to_fragments(
     phase: str,
     rank: int,
     layouts: Mapping[int, PackedSequences],
-    ranks_per_node: int | None,
 ) -> Route:
     """The Route of one rank from an encoder's outputs to the ranks that have the rows' places, or merge sequences.
 
@@ -148,4 +148,5 @@ def route_to_fragments(
     arrival = np.lexsort((sequence, destination))
     here = np.flatnonzero(source == rank)
     leaving = here[np.argsort(place[here], kind="stable")]
-    return route_of_parts(leaving, arrival, source, destination, rows, rank, encoder.num_ranks, ranks_per_node)
+    node = node_of_ranks(decision.ranks_per_node, encoder.num_ranks)
+    return route_of_parts(leaving, arrival, source, destination, rows, rank, node)

@@ -23,6 +23,7 @@ from motet.assign.orchestrator import Decision, Orchestrator
 from motet.core.arrays import BoolArray, Int64Array, UInt8Array
 from motet.core.example import Media, TokenSequence
 from motet.core.exchange import Communicator
+from motet.core.nodes import node_of_ranks
 from motet.core.workload import BatchLengths
 from motet.dispatch.carrier import Carrier
 from motet.dispatch.loaded import LoadedExample, LoadedTables, Measure, Parcels, tables_of
@@ -74,7 +75,6 @@ class ItemExchange:
         measures: Mapping[str, Measure],
         *,
         capacity: int = 1024,
-        ranks_per_node: int | None = None,
         carrier: Carrier | None = None,
     ) -> None:
         if dist.get_world_size(group) != orchestrator.num_ranks:
@@ -86,7 +86,6 @@ class ItemExchange:
         self.orchestrator = orchestrator.of_whole_items
         self.measures = measures
         self.capacity = max(capacity, 1)
-        self.ranks_per_node = ranks_per_node or orchestrator.num_ranks
         self.carrier = carrier or Carrier(group)
 
     def __call__(self, examples: Sequence[LoadedExample | None]) -> ExchangedItems:
@@ -99,9 +98,8 @@ class ItemExchange:
         self._deliver(parcels, tables, contents, decision.communicator)
         mine = np.flatnonzero(parcels.destination == self.rank)
         by_kind = [[contents[parcel] for parcel in mine[parcels.kind[mine] == kind]] for kind in range(1 + len(phases))]
-        moved_bytes, crossing_bytes = parcels.sent_bytes(
-            decision.communicator, self.orchestrator.num_ranks, self.ranks_per_node
-        )
+        node = node_of_ranks(decision.ranks_per_node, self.orchestrator.num_ranks)
+        moved_bytes, crossing_bytes = parcels.sent_bytes(decision.communicator, node)
         return ExchangedItems(
             sequences=by_kind[0],
             media=dict(zip(phases, by_kind[1:], strict=True)),

@@ -177,12 +177,15 @@ class Parcels:
         by_source = np.argsort(self.source, kind="stable")
         return starts_in_all_gather(by_source, self.source, self.size_bytes, num_ranks)
 
-    def sent_bytes(self, communicator: Communicator, num_ranks: int, ranks_per_node: int) -> tuple[int, int]:
-        """Bytes that ranks send, summed over all ranks, and the part of them that leaves its node."""
+    def sent_bytes(self, communicator: Communicator, node: Int64Array) -> tuple[int, int]:
+        """Bytes that ranks send, summed over all ranks, and the part of them that leaves its node.
+
+        node: int64 [num_ranks], the node of each rank.
+        """
         moves = self.source != self.destination
         if communicator == "all_gather" and moves.any():
-            return sent_in_all_gather(self.source, self.size_bytes, np.arange(num_ranks) // ranks_per_node)
-        crosses = self.source // ranks_per_node != self.destination // ranks_per_node
+            return sent_in_all_gather(self.source, self.size_bytes, node)
+        crosses = node[self.source] != node[self.destination]
         return int(self.size_bytes[moves].sum()), int(self.size_bytes[crosses].sum())
 
     def bytes_by_rank(self, parcels: Int64Array, ranks: Int64Array, num_ranks: int) -> list[int]:

@@ -28,7 +28,7 @@ class ExchangeSource:
         # accelerate's loaders have the methods, and call those of the loader inside.
         inside = getattr(loader, "base_dataloader", loader)
         self._is_stateful = hasattr(inside, "state_dict") and hasattr(inside, "load_state_dict")
-        self._exchange = ItemExchange(group, orchestrator, measures, ranks_per_node=orchestrator.ranks_per_node)
+        self._exchange = ItemExchange(group, orchestrator, measures)
         self._first_batch, self._goes_on = 0, False
         self._iterator: Iterator | None = None
         self._has_ended = False
@@ -68,14 +68,7 @@ class ExchangeSource:
         # Whatever has happened here, other ranks wait for this rank's examples.
         try:
             items = self._exchange(examples)
-            batch = assemble(
-                items.decision,
-                items.lengths,
-                self._exchange.rank,
-                items.sequences,
-                items.media,
-                ranks_per_node=self._exchange.orchestrator.ranks_per_node,
-            )
+            batch = assemble(items.decision, items.lengths, self._exchange.rank, items.sequences, items.media)
             state = self._loader.state_dict() if self._is_stateful else None
         except Exception as failure:
             return LoopTurn(Status.FAILED, error=error or failure)

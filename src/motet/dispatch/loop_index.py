@@ -252,9 +252,7 @@ class IndexSource:
                 media_of[phase, int(index), int(number)] for index, number in zip(index_of[example[items]], numbers)
             ]
         sequences = [sequence_of[int(index)] for index in index_of[decision.backbone.on_rank(self._rank)]]
-        return assemble(
-            decision, lengths, self._rank, sequences, media, ranks_per_node=self._orchestrator.ranks_per_node
-        )
+        return assemble(decision, lengths, self._rank, sequences, media)
 
 
 def _bad(requests: list[_Request], parts: list[_Part]) -> list[int]:

@@ -22,6 +22,7 @@ from motet.assign.rows import row_order, rows_at
 from motet.core.arrays import Int64Array
 from motet.core.assignment import Assignment
 from motet.core.exchange import Communicator, sent_in_all_gather, starts_in_all_gather
+from motet.core.nodes import RanksPerNode, node_of_ranks
 from motet.core.workload import ItemLengths
 
 
@@ -182,7 +183,7 @@ def compose_route(
     items: ItemLengths,
     rank: int,
     *,
-    ranks_per_node: int | None = None,
+    ranks_per_node: RanksPerNode | None = None,
     communicator: Communicator = "all_to_all",
 ) -> Route | GatherRoute:
     """The Route of one rank from an encoder's outputs to the backbone's packed sequences.
@@ -190,14 +191,12 @@ def compose_route(
     encoder:  Assignment of the items; rows enter in the order of the items on their rank.
     backbone: Assignment of the examples; rows leave in the order of the examples on their rank, then of the items in
               the example.
-    ranks_per_node: ranks r with the same r // ranks_per_node are on one node; None: all ranks are on one node.
-    communicator: "all_gather" gives a GatherRoute, unless no row leaves its rank.
+    ranks_per_node: as of `Network`. communicator: "all_gather" gives a GatherRoute, unless no row leaves its rank.
     O(num_items log num_items) on every rank, for all items; no communication.
     """
     destination, arrival = backbone.follow(items.example)
-    moves = encoder.ranks != destination
+    moves, node = encoder.ranks != destination, node_of_ranks(ranks_per_node, encoder.num_ranks)
     if communicator == "all_gather" and items.num_tokens[moves].any():
-        node = np.arange(encoder.num_ranks) // (ranks_per_node or encoder.num_ranks)
         encoded, needed = (encoder.items, encoder.ranks), (arrival, destination)
         return GatherRoute(
             _gather(*encoded, arrival[destination[arrival] == rank], items.num_tokens, node),
@@ -210,8 +209,7 @@ def compose_route(
         destination,
         items.num_tokens,
         rank,
-        encoder.num_ranks,
-        ranks_per_node,
+        node,
     )
 
 
@@ -222,13 +220,12 @@ def route_of_parts(
     destination: NDArray[np.integer],
     rows: Int64Array,
     rank: int,
-    num_ranks: int,
-    ranks_per_node: int | None,
+    node: Int64Array,
 ) -> Route:
     """The Route of one rank for parts, which are items or runs of their rows.
 
     leaving: the parts of this rank, in the order of its rows. arrival: all parts, by the rank that gets them, in its
-    order. source, destination, rows: of each part, int [num_parts]. ranks_per_node: as of `compose_route`.
+    order. source, destination, rows: of each part, int [num_parts]. node: int64 [num_ranks], the node of each rank.
     """
     moves = source != destination
     arrival_position = np.empty(len(rows), dtype=np.int64)
@@ -239,14 +236,13 @@ def route_of_parts(
     # Received rows are ordered by sending rank first; each sender's part is in arrival order already.
     received = arriving[np.argsort(source[arriving], kind="stable")]
 
-    crosses = moves & False if ranks_per_node is None else source // ranks_per_node != destination // ranks_per_node
     return Route(
         send_index=_index(row_order(leaving, sent, rows)),
-        send_splits=_rows_by_rank(destination[sent], rows[sent], num_ranks),
-        recv_splits=_rows_by_rank(source[received], rows[received], num_ranks),
+        send_splits=_rows_by_rank(destination[sent], rows[sent], len(node)),
+        recv_splits=_rows_by_rank(source[received], rows[received], len(node)),
         recv_index=_index(row_order(received, arriving, rows)),
         moved_rows=int(rows[moves].sum()),
-        crossing_rows=int(rows[crosses].sum()),
+        crossing_rows=int(rows[node[source] != node[destination]].sum()),
     )
 
 

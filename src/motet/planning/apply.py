@@ -216,7 +216,7 @@ def _planned(
         ) from None
     if not (name := device_name(world.device)):
         raise UserError("motet.apply: no figures of this GPU are known; give a plan of `motet plan`, not degrees.")
-    where = cluster(name, world.num_ranks // world.ranks_per_node, world.ranks_per_node)
+    where = cluster(name, world.num_nodes, world.ranks_per_node)
     precision = _precision(dtype)
     workload = Workload("the batch", lengths_of_batch(batch, mllm.measured))
     cost = cost_model(where, precision, None)
@@ -236,7 +236,7 @@ def _check(plan: Plan, mllm: MLLM, spec: Any, dtype: torch.dtype, world: World) 
 
     _check_checkpointing(plan, mllm)
     chosen = ChosenPlan(plan, Path("The plan"), replan, "the model in hand")
-    chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)
+    chosen.check_fits(spec, world)
     if plan.precision != _precision(dtype):
         raise UserError(f"motet.apply: the plan computes in {plan.precision}, and the model is in {_precision(dtype)}.")
     if what := _obstacle(plan, mllm):

@@ -88,7 +88,7 @@ def _cluster(file: Path, recipe: Recipe, world: World) -> ClusterOptions:
     device = device_at_hand(recipe)
     if not device:
         raise UserError(f"{file}: this GPU is not in the catalogue, so [cluster] must name one and its memory.")
-    return ClusterOptions(device, world.num_ranks // world.ranks_per_node, world.ranks_per_node)
+    return ClusterOptions(device, world.num_nodes, world.ranks_per_node)
 
 
 def _print(plan: Plan, program: PlannedProgram, prediction: Prediction, of: str) -> None:

@@ -278,7 +278,7 @@ def _job(request: MeasureRequest, world: World) -> Job:
         request.options.cluster,
     )
     if stated.cluster is None and cluster.num_nodes is None and cluster.ranks_per_node is None:
-        cluster = ClusterOptions(cluster.device, world.num_ranks // world.ranks_per_node, world.ranks_per_node)
+        cluster = ClusterOptions(cluster.device, world.num_nodes, world.ranks_per_node)
     asked = cluster_of(request.recipe, stated.cluster, cluster, device or None, request.overrides)
     _check_at_hand(asked, device, world)
     if stated.cluster is None and cluster.device is None:

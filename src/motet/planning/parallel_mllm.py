@@ -81,7 +81,7 @@ class ParallelMLLM:
         is_shared = any(unit.tp * unit.cp > 1 for unit in plan.units)
         self._compared = self._needs.readers if is_shared else ()  # Encoders whose items' values must be the same.
         self._decide, self._decide_held = StepDecider(place), StepDecider(place, own_fills=True)
-        mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
+        mesh = build_mesh(world.device)
         self._step, self.optimizer = build_part(model, plan.model, place, part, mesh, world)
         self._weights = _weights(model)
         spans = [span for of_stage in self._step.spans.values() for span in of_stage]

@@ -59,7 +59,7 @@ def _job_at_hand(recipe: Recipe, recipe_file: Path, overrides: Sequence[str], wo
             f"{recipe_file} states [parallel], so it is planned before it trains, and no figures of this GPU are known:"
             " name a similar one in [cluster] device, or train under a plan with --plan."
         )
-    cluster = ClusterOptions(device, world.num_ranks // world.ranks_per_node, world.ranks_per_node)
+    cluster = ClusterOptions(device, world.num_nodes, world.ranks_per_node)
     return job_of_recipe(recipe_file, JobOptions(cluster), overrides, as_trained=True)
 
 

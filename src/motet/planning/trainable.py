@@ -46,8 +46,9 @@ def _uncompiled(plan: Plan) -> str:
 
 def untrained(plan: Plan) -> str:
     """What a Plan has that training can run of no recipe yet; "" if it has nothing such."""
-    obstacles = _data_parallel(plan) if plan.schedule == "data_parallel" else _in_stages(plan)
-    return next((what for what, is_there in obstacles.items() if is_there), "")
+    if plan.schedule == "data_parallel":
+        return ""
+    return next((what for what, is_there in _in_stages(plan).items() if is_there), "")
 
 
 def on_all_ranks(obstacle: Callable[[Plan], str]) -> Callable[[Plan], str]:
@@ -176,16 +177,6 @@ def _cut_block(plan: Plan) -> str:
             whole = (f"; block {block} of {name!r} has no halves" for name, block, half in pieces if half < 0)
             return f"{action} of fills{next(whole, '')}"
     return ""
-
-
-def _data_parallel(plan: Plan) -> dict[str, bool]:
-    # Exchanges and balancing know by numbers alone which ranks share a node.
-    first, of_nodes = plan.unit_of(BACKBONE).first_rank, plan.ranks_by_node
-    begins_inside = f"first_rank {first}, inside a node, and ranks on further ones; let it be a node's first rank"
-    return {
-        "modules on ranks of their own": len(plan.units) > 1,
-        begins_inside: any(number < max(of_nodes) for number in of_nodes[:-1]),
-    }
 
 
 def _in_stages(plan: Plan) -> dict[str, bool]:

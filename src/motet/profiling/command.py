@@ -70,7 +70,7 @@ def profile(recipe: Recipe, name: str, *, out: Path | None = None, seconds: floa
             asked, unread = _asked(recipe, model, world.num_ranks)
             to_measure = subjects(recipe, model, sharded, world.device, asked)
             spec = spec_of_config(recipe.modules, vocab_size)
-        mesh = build_mesh(world.device, shard_size=1, ranks_per_node=world.ranks_per_node)
+        mesh = build_mesh(world.device, shard_size=1)
         mesh = replace(mesh, shards=mesh.shards[SHARD])
         # Without recomputation: a Plan decides that.
         prepare = shard if recipe.fsdp.shard_size == 1 else wrap

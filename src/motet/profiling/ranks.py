@@ -52,7 +52,6 @@ def measure_messages(world: World, watch: Stopwatch) -> list[MessageTimes]:
     without computation between them would cost less than in a step, where ranks do not arrive at the same moment and
     threads must wake. The median of several chains counts, on the slowest rank.
     """
-    num_nodes = -(-world.num_ranks // world.ranks_per_node)
     device = "cuda" if world.device.type == "cuda" else "cpu"
     square = torch.zeros(_WIDTH[device], _WIDTH[device], device=world.device)
     alone_s = _chain_s(world, watch, square, lambda: None)
@@ -66,7 +65,7 @@ def measure_messages(world: World, watch: Stopwatch) -> list[MessageTimes]:
             MessageTimes(
                 kind=kind,
                 num_ranks=world.num_ranks,
-                num_nodes=num_nodes,
+                num_nodes=world.num_nodes,
                 size_bytes=_SIZES_BYTES[device],
                 seconds=tuple(seconds),
             )
@@ -77,7 +76,7 @@ def measure_messages(world: World, watch: Stopwatch) -> list[MessageTimes]:
             MessageTimes(
                 kind="call",
                 num_ranks=world.num_ranks,
-                num_nodes=num_nodes,
+                num_nodes=world.num_nodes,
                 size_bytes=_SIZES_BYTES[device],
                 seconds=calls_s,
             )

@@ -31,7 +31,6 @@ class Mesh:
     shards:     the mesh for `fully_shard`, with axes ("shard",), or ("replicate", "shard") for hybrid sharding.
     group:      the ranks that run different examples, on the device's backend; used by the training thread.
     host_group: the same ranks, on gloo; used by the prefetch thread, whose collectives must not mix with the step's.
-    ranks_per_node: those of `group` on a node.
     tensor:     the tensor-parallel ranks of this one; None: it is alone.
     cuts:       of parameters that these cut: the mesh of axes ("tensor",), and behind it those of `shards`.
     experts:    the ranks that share experts with this one, which run other examples; None: it has those of all.
@@ -44,7 +43,6 @@ class Mesh:
     shards: DeviceMesh
     group: dist.ProcessGroup
     host_group: dist.ProcessGroup
-    ranks_per_node: int
     everyone: dist.ProcessGroup
     host_everyone: dist.ProcessGroup
     tensor: TensorRanks | None = None
@@ -100,7 +98,6 @@ def build_mesh(
     device: torch.device,
     *,
     shard_size: int | None = None,
-    ranks_per_node: int | None = None,
     tensor_size: int = 1,
     tensor_pieces: int = 1,
     expert_size: int = 1,
@@ -109,7 +106,6 @@ def build_mesh(
 
     shard_size:     ranks that together hold one copy of the parameters; None: all that run different examples; 1: every
                     rank holds a whole copy, as in DDP. Of tensor-parallel ranks: of each one's parameters.
-    ranks_per_node: of the job; None: all ranks are on one node.
     tensor_size:    ranks that share products: consecutive ones. tensor_pieces: `chunks` of `TensorRanks`.
     expert_size:    ranks that share experts: consecutive ones of those that run different examples.
     Raises UserError if tensor_size or expert_size does not divide the number of ranks, or shard_size what is left of
@@ -120,7 +116,7 @@ def build_mesh(
         raise RuntimeError("build_mesh needs torch.distributed.init_process_group to have been called")
     if tensor_size < 1 or everyone.size() % tensor_size:
         raise UserError(f"tp is {tensor_size}, but must divide the number of ranks, which is {everyone.size()}.")
-    num_ranks, on_node = everyone.size() // tensor_size, ranks_per_node or everyone.size()
+    num_ranks = everyone.size() // tensor_size
     shard_size = num_ranks if shard_size is None else shard_size
     if shard_size < 1 or num_ranks % shard_size:
         raise UserError(f"shard_size is {shard_size}, but must divide the number of ranks, which is {num_ranks}.")
@@ -130,7 +126,7 @@ def build_mesh(
     if tensor_size == 1:
         shape, names = _axes(num_ranks, shard_size)
         shards = _waiting(init_device_mesh(device.type, shape, mesh_dim_names=names))
-        mesh = Mesh(device, shards, everyone, host_everyone, on_node, everyone, host_everyone)
+        mesh = Mesh(device, shards, everyone, host_everyone, everyone, host_everyone)
         return _with_experts(mesh, expert_size, shard_size)
     cuts = _cut_mesh(device, tensor_size, shard_size)
     tensor = TensorRanks(cuts.get_group(TENSOR), everyone.rank() % tensor_size, tensor_size, chunks=tensor_pieces)
@@ -139,7 +135,6 @@ def build_mesh(
         of_parts(cuts),
         of_other_examples(tensor_size),
         of_other_examples(tensor_size, backend="gloo"),
-        max(on_node // tensor_size, 1),
         everyone,
         host_everyone,
         tensor=tensor,

@@ -17,13 +17,13 @@ from motet.assign.balancing import (
     key_exchanges,
     operation_costs,
     recomputed_blocks,
-    replicas_per_node,
 )
 from motet.balance import ACTIVE_BACKEND, Cost, ItemMemory, LengthWork, StepCosts
 from motet.balance.costs import cost_of
 from motet.core.cluster import Link
 from motet.core.errors import JointUserError, UserError
 from motet.core.exchange import NS_PER_S, Network
+from motet.core.nodes import RanksPerNode
 from motet.core.plan import Plan, Policy
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths
@@ -112,7 +112,7 @@ def build_orchestrator(
     *,
     recompute: Mapping[str, int] = MappingProxyType({}),
     measured: MeasuredPhases | None = None,
-    ranks_per_node: int | None = None,
+    ranks_per_node: RanksPerNode | None = None,
     waits: bool = True,
     memory: ItemMemory | None = None,
 ) -> Orchestrator:
@@ -150,7 +150,7 @@ def build_orchestrator(
 
 
 def recipe_orchestrator(
-    recipe: Recipe, spec: ModelSpec, num_ranks: int, device_type: str, ranks_per_node: int
+    recipe: Recipe, spec: ModelSpec, num_ranks: int, device_type: str, ranks_per_node: RanksPerNode
 ) -> Orchestrator:
     """The Orchestrator of a recipe, from the spec of its model. Raises UserError for costs that do not fit it."""
     recomputed, measured = recipe.fsdp.recomputed(spec.num_blocks), read_measured(recipe, spec)
@@ -179,7 +179,7 @@ def step_costs(
     device_type: str,
     element_bytes: int,
     measured: MeasuredPhases | None,
-    ranks_per_node: int | None = None,
+    ranks_per_node: RanksPerNode | None = None,
     *,
     policy: Mapping[str, Policy] | None = None,
 ) -> StepCosts:
@@ -188,7 +188,7 @@ def step_costs(
     recompute:      module -> number of its blocks that are recomputed.
     element_bytes:  bytes of an element of exchanged rows.
     measured:       the profile, if config.cost is "profile".
-    ranks_per_node: None: all ranks that exchange share a node.
+    ranks_per_node: of the ranks that exchange, as of `Network`.
     policy:         of a Plan, in place of that in `config`.
     Raises UserError for costs that do not fit the model.
     """
@@ -256,7 +256,6 @@ def balancing_of(recipe: Recipe, spec: ModelSpec) -> Balancing:
 
     def balancing(plan: Plan) -> StepCosts:
         recomputed = recomputed_blocks(plan)
-        per_node = replicas_per_node(plan)
         return step_costs(
             recipe.balance,
             plan.model,
@@ -264,7 +263,7 @@ def balancing_of(recipe: Recipe, spec: ModelSpec) -> Balancing:
             device_type_of(plan),
             element_bytes,
             measured,
-            per_node,
+            plan.replicas_by_node,
             policy=plan.policy,
         )
 

@@ -53,7 +53,7 @@ class DeferredModel:
         check_shared(recipe.balance, model)
         spec = model_spec(model)
         if chosen is not None:
-            chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)
+            chosen.check_fits(spec, world)
             check_cuts(model, chosen.plan)
         return cls(vocabulary, model, spec, read_measured(recipe, spec), _item_memory(recipe, spec, ranks))
 
@@ -67,7 +67,7 @@ class DeferredModel:
             compute_dtype(recipe),
             recompute=recipe.fsdp.recomputed(self.spec.num_blocks),
             measured=self.measured,
-            ranks_per_node=replicas.ranks_per_node,
+            ranks_per_node=replicas.by_node,
             waits=waits,
             memory=self.memory,
         )

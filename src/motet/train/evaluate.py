@@ -204,7 +204,7 @@ class Evaluator:
         examples = [
             LoadedExample(sequence, tuple(items)) for sequence, (_, items) in zip(sequences, loaded, strict=True)
         ]
-        batch = exchanged(self._exchange, examples, self._replicas.ranks_per_node).batch
+        batch = exchanged(self._exchange, examples).batch
         return batch.to(self._mesh.device, dtype=compute_types_of(model).compute)
 
     def _of_all_ranks(self, loaded: Sequence[tuple[int, list[Media]]]) -> list[int]:

@@ -143,9 +143,7 @@ def build_job(
     tensor_size, expert_size = (1, 1) if unit is None else (unit.tp, unit.ep)
     replicas, waits = world.replicas(tensor_size), recipe.fsdp.waits or expert_size > 1
     rank_bytes, before_bytes = _memory_bytes(recipe, world), peak_memory_bytes(world.device)
-    ranks = RecomputeRanks(
-        world.num_ranks, world.ranks_per_node, world.device.type, rank_bytes, tensor_size, expert_size
-    )
+    ranks = RecomputeRanks(world.num_ranks, world.by_node, world.device.type, rank_bytes, tensor_size, expert_size)
     with world.together():
         check_transport(recipe, world)
         deferred = DeferredModel.of(recipe, world, ranks, chosen)
@@ -172,7 +170,6 @@ def build_job(
         mesh = build_mesh(
             world.device,
             shard_size=recipe.fsdp.shard_size,
-            ranks_per_node=world.ranks_per_node,
             tensor_size=tensor_size,
             tensor_pieces=1 if chosen is None else chosen.plan.cluster.tensor_pieces,
             expert_size=expert_size,
@@ -192,7 +189,7 @@ def build_job(
     evaluator = None
     if opened.heldout is not None:
         model = deferred.model
-        exchange = ItemExchange(replicas.control, orchestrator, model.measured, ranks_per_node=replicas.ranks_per_node)
+        exchange = ItemExchange(replicas.control, orchestrator, model.measured)
         asked, seed = recipe.evaluate, recipe.run.seed
         evaluator = Evaluator(
             opened.heldout, deferred.vocabulary, decoder, exchange, mesh, world, replicas, asked, seed, say
@@ -273,7 +270,7 @@ def _build_planned_job(
     with world.together():
         vocabulary, model = build_deferred(recipe)
         spec = model_spec(model)
-        chosen.check_fits(spec, world.num_ranks, world.ranks_per_node)
+        chosen.check_fits(spec, world)
         check_cuts(model, plan)
         check_context(plan, recipe.context)
         check_compiles(recipe, model, world)
@@ -293,7 +290,7 @@ def _build_planned_job(
     opened.agreed(recipe, model, world, say)
     given, recipe = recipe.run, in_steps(recipe, dataset, order, world, say)
     with world.together():
-        mesh = build_mesh(world.device, ranks_per_node=world.ranks_per_node)
+        mesh = build_mesh(world.device)
     step, optimizer = build_part(model, spec, place, PartConfig.of_recipe(recipe, world.device), mesh, world)
     if recipe.run.compile:
         compile_blocks(step.modules.values())

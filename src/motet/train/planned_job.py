@@ -63,16 +63,15 @@ class ChosenPlan:
         """The command that plans anew for the Plan's cluster."""
         return self.replan_on(self.plan.cluster)
 
-    def check_fits(self, spec: ModelSpec, num_ranks: int, ranks_per_node: int) -> None:
+    def check_fits(self, spec: ModelSpec, world: World) -> None:
         """Raise UserError if the Plan is for another model than `spec`, or for other ranks than there are."""
         self.check_model(spec)
         ranks = self.plan.ranks
-        if len(ranks) != num_ranks:
-            num_nodes = -(-num_ranks // ranks_per_node)
-            here = replace(self.plan.cluster, num_nodes=num_nodes, ranks_per_node=ranks_per_node)
+        if len(ranks) != world.num_ranks:
+            here = replace(self.plan.cluster, num_nodes=world.num_nodes, ranks_per_node=world.ranks_per_node)
             raise UserError(
-                f"{self.file} is for {counted_words(len(ranks), 'rank')}, and {num_ranks} run; start torchrun with "
-                f"{counted_words(len(ranks), 'rank')}, or plan anew: {self.replan_on(here)}."
+                f"{self.file} is for {counted_words(len(ranks), 'rank')}, and {world.num_ranks} run; start torchrun "
+                f"with {counted_words(len(ranks), 'rank')}, or plan anew: {self.replan_on(here)}."
             )
 
     def used(self, started: StartedRanks, *, in_phase: bool = False) -> tuple[int, ...] | None:

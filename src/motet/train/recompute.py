@@ -26,6 +26,7 @@ from motet.balance import ASSUMED_SPEEDS, Link
 from motet.core.arrays import Int64Array
 from motet.core.cluster import Cluster, Device
 from motet.core.errors import UserError
+from motet.core.nodes import RanksPerNode
 from motet.core.plan import BalancingMethod, Plan, Unit
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths, Workload, home_ranks
@@ -56,11 +57,12 @@ _FIT_ADVICE = "raise run.microbatches, lower run.batch_size or data.max_sequence
 class RecomputeRanks:
     """The ranks for which recomputation is chosen.
 
-    memory_bytes: of one device. tensor_size: ranks that share products. expert_size: ranks that share experts.
+    ranks_per_node: as of `Network`. memory_bytes: of one device. tensor_size: ranks that share products.
+    expert_size: ranks that share experts.
     """
 
     num_ranks: int
-    ranks_per_node: int
+    ranks_per_node: RanksPerNode
     device_type: str
     memory_bytes: int
     tensor_size: int = 1
@@ -321,13 +323,14 @@ def _job(recipe: Recipe, spec: ModelSpec, ranks: RecomputeRanks) -> Job:
 
 
 def _nodes_of(recipe: Recipe, ranks: RecomputeRanks) -> Cluster:
-    """A cluster of the ranks, of which only the memory is more than an assumption."""
+    """A cluster of the ranks, of which only the memory is more than an assumption: one node of them, as all links are
+    alike."""
     flops_per_s = ASSUMED_SPEEDS[ranks.device_type].flops_per_s
     device = Device(
         ranks.device_type, {recipe.plan_precision: flops_per_s}, ranks.memory_bytes, flops_per_s * _BYTES_A_FLOP
     )
     link = Link(device.memory_bytes_per_s, 0.0)
-    return Cluster(device, -(-ranks.num_ranks // ranks.ranks_per_node), ranks.ranks_per_node, link, link)
+    return Cluster(device, 1, ranks.num_ranks, link, link)
 
 
 def plan_alone(recipe: Recipe, spec: ModelSpec, ranks: RecomputeRanks) -> Plan:

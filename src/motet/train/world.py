@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ import torch.distributed as dist
 
 from motet.core.errors import JointUserError, RankFailure, Stopped, UserError, note_origin
 from motet.core.heap import share_heap
+from motet.core.nodes import node_of_ranks, ranks_by_node
 from motet.core.words import counted_words
 from motet.runtime.groups import new_group
 from motet.runtime.mesh import of_other_examples
@@ -59,8 +59,7 @@ _PATIENCE_S = 30.0
 class World:
     """The ranks of a job, seen from one rank, and the host groups on which they agree.
 
-    ranks_per_node: the ranks of a machine, and of the last one no more.
-    by_node: the numbers of ranks of all machines, where these are unlike; then `ranks_per_node` is the largest.
+    by_node: the number of ranks of each machine, in order.
     control: host group of the main thread.
     saving:  host group of the thread that writes checkpoints. (The prefetch thread uses `Mesh.host_group`.)
     launch:  an id that all attempts of one torchrun share; "" without torchrun.
@@ -68,30 +67,36 @@ class World:
 
     Example:
         >>> cpu = torch.device("cpu")
-        >>> worlds = [World(rank, 2, ranks_per_node=2, device=cpu, control=None, saving=None) for rank in range(2)]
+        >>> worlds = [World(rank, 2, by_node=(2,), device=cpu, control=None, saving=None) for rank in range(2)]
         >>> [world.is_first for world in worlds]
         [True, False]
     """
 
     rank: int
     num_ranks: int
-    ranks_per_node: int
+    by_node: tuple[int, ...]
     device: torch.device
     control: dist.ProcessGroup
     saving: dist.ProcessGroup
     launch: str = ""
     is_restarted: bool = False
-    by_node: tuple[int, ...] = ()
 
     @property
     def on_node(self) -> range:
         """The ranks of this one's machine."""
-        if not self.by_node:
-            first = self.rank - self.rank % self.ranks_per_node
-            return range(first, min(first + self.ranks_per_node, self.num_ranks))
         stops = list(accumulate(self.by_node))
         node = bisect_right(stops, self.rank)
         return range(stops[node] - self.by_node[node], stops[node])
+
+    @property
+    def num_nodes(self) -> int:
+        """Of machines."""
+        return len(self.by_node)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The ranks of the machine with most of them: of each, where torchrun's ranks are all used."""
+        return max(self.by_node)
 
     @property
     def is_first(self) -> bool:
@@ -105,14 +110,17 @@ class World:
         return values
 
     def replicas(self, tensor_size: int) -> World:
-        """The ranks that run other examples than this one: one of each group of tensor-parallel ranks. A collective."""
+        """The ranks that run other examples than this one: one of each group of tensor-parallel ranks. A collective.
+
+        Such a group counts as on the machine of its first rank, as all of its ranks must decide alike.
+        """
         if tensor_size == 1:
             return self
         return replace(
             self,
             rank=self.rank // tensor_size,
             num_ranks=self.num_ranks // tensor_size,
-            ranks_per_node=max(self.ranks_per_node // tensor_size, 1),
+            by_node=ranks_by_node(node_of_ranks(self.by_node, self.num_ranks)[::tensor_size].tolist()),
             control=of_other_examples(tensor_size, backend="gloo"),
         )
 
@@ -149,18 +157,22 @@ def borrowed_world() -> World:
     # Of the group's backends; without a name in init_process_group, `get_backend` says none.
     is_on_gpu = "nccl" in dist.get_backend_config() and torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
-    num_ranks = dist.get_world_size()
-    ranks_per_node = _number("LOCAL_WORLD_SIZE", num_ranks)
-    groups = new_group(backend="gloo"), new_group(backend="gloo")
-    return _on_even_nodes(World(dist.get_rank(), num_ranks, ranks_per_node, device, *groups))
+    return _world(device, None, None)
 
 
-def _on_even_nodes(world: World) -> World:
-    """The same world. Raises JointUserError if machines have different numbers of ranks. A collective.
+def _world(device: torch.device, meeting: Meeting | None, used: Sequence[int] | None) -> World:
+    """The World of the process group. meeting: of the ranks, if the group was made for it. used: as of `join_world`.
 
-    Every rank decides by itself which ranks share a machine, and all must decide alike.
+    A collective. Raises JointUserError if torchrun has started different numbers of ranks on machines: every rank
+    decides by itself which ranks share a machine, and all must decide alike.
     """
-    counts = world.gather(world.ranks_per_node)
+    num_ranks = dist.get_world_size()
+    local = StartedRanks.at_hand().ranks_per_node if used else max(_number("LOCAL_WORLD_SIZE", num_ranks), 1)
+    by_node = ranks_by_node(each // local for each in used or range(num_ranks))
+    world = World(dist.get_rank(), num_ranks, by_node, device, new_group(backend="gloo"), new_group(backend="gloo"))
+    if meeting is not None:
+        world = replace(world, launch=meeting.launch, is_restarted=meeting.is_restarted)
+    counts = world.gather(local)
     if other := next((rank for rank, count in enumerate(counts) if count != counts[0]), 0):
         raise JointUserError(
             f"Rank 0 is one of {counted_words(counts[0], 'rank')} on its machine and rank {other} one of "
@@ -244,7 +256,7 @@ def join_world(
         if watch is not None:
             watch.begin()
         with _ending_for_all():
-            yield _joined(chosen_device, None if borrowed else meeting, used)
+            yield _world(chosen_device, None if borrowed else meeting, used)
     except BaseException as error:
         note_origin(error, rank=rank if num_ranks > 1 else None)
         if away is not None:
@@ -264,22 +276,6 @@ def join_world(
             time.sleep(_LOOK_EVERY_S / 10)
     if not borrowed:
         dist.destroy_process_group()
-
-
-def _joined(device: torch.device, meeting: Meeting | None, used: Sequence[int] | None) -> World:
-    """The World of the process group. meeting: of the ranks, if the group was made for it. A collective."""
-    num_ranks = dist.get_world_size()
-    ranks_per_node, by_node = _number("LOCAL_WORLD_SIZE", num_ranks), ()
-    if used is not None:
-        started = StartedRanks.at_hand().ranks_per_node
-        counts = tuple(Counter(each // started for each in used).values())
-        ranks_per_node = max(counts)
-        by_node = counts if any(count < ranks_per_node for count in counts[:-1]) else ()
-    control, saving = new_group(backend="gloo"), new_group(backend="gloo")
-    world = World(dist.get_rank(), num_ranks, ranks_per_node, device, control, saving, by_node=by_node)
-    if meeting is not None:
-        world = replace(world, launch=meeting.launch, is_restarted=meeting.is_restarted)
-    return _on_even_nodes(world)
 
 
 def stay_away(wait_limit_s: float) -> None:

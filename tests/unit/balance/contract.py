@@ -1,6 +1,9 @@
 """What every placement must be, whatever the algorithm and the backend."""
 
+from itertools import pairwise
+
 import numpy as np
+from hypothesis import strategies as st
 
 BACKENDS = ["native", "reference"]
 
@@ -23,3 +26,13 @@ def check_equal(a, b):
     """Two backends, or two calls, decided the same."""
     for field in ("ranks", "items", "offsets", "loads", "bound"):
         np.testing.assert_array_equal(getattr(a, field), getattr(b, field))
+
+
+@st.composite
+def nodes_of(draw, num_ranks):
+    """`RanksPerNode`: one number, or those of nodes of any sizes."""
+    if num_ranks == 0 or draw(st.booleans()):
+        return draw(st.integers(1, num_ranks + 3))
+    cuts = draw(st.sets(st.integers(1, num_ranks - 1))) if num_ranks > 1 else set()
+    ends = [0, *sorted(cuts), num_ranks]
+    return tuple(end - begin for begin, end in pairwise(ends))

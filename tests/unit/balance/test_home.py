@@ -9,7 +9,8 @@ from motet.analyze.mixture import MFLOP_PER_LENGTH, Caps
 from motet.balance import Packed, Padded, assign, assign_jointly, crossing
 from motet.balance.home import renamed
 from motet.core.errors import ArgumentError
-from unit.balance.contract import BACKENDS, check_equal, check_structure
+from motet.core.nodes import node_of_ranks
+from unit.balance.contract import BACKENDS, check_equal, check_structure, nodes_of
 
 COSTS = [Packed(), Packed(linear=5, quadratic=2)]
 lengths_of_a_batch = st.lists(st.integers(0, 30) | st.sampled_from([0, 256, 1024]) | st.integers(0, 2**20), max_size=60)
@@ -17,18 +18,18 @@ lengths_of_a_batch = st.lists(st.integers(0, 30) | st.sampled_from([0, 256, 1024
 
 @st.composite
 def held_items(draw):
-    """lengths, num_ranks and home."""
+    """lengths, num_ranks, home, and ranks of a node."""
     lengths = draw(lengths_of_a_batch)
     num_ranks = draw(st.integers(1, 9))
     ranks = st.integers(0, num_ranks - 1)
     home = draw(st.lists(ranks, min_size=len(lengths), max_size=len(lengths)) | ranks.map(lambda r: [r] * len(lengths)))
-    return lengths, num_ranks, home
+    return lengths, num_ranks, home, draw(st.none() | nodes_of(num_ranks))
 
 
 @pytest.mark.parametrize("cost", COSTS, ids=str)
-@given(held=held_items(), ranks_per_node=st.none() | st.integers(1, 10))
-def test_contract_and_equal_backends(cost, held, ranks_per_node):
-    lengths, num_ranks, home = held
+@given(held=held_items())
+def test_contract_and_equal_backends(cost, held):
+    lengths, num_ranks, home, ranks_per_node = held
     native, reference = (
         assign(lengths, num_ranks, cost, home=home, ranks_per_node=ranks_per_node, backend=backend)
         for backend in BACKENDS
@@ -42,9 +43,9 @@ def test_contract_and_equal_backends(cost, held, ranks_per_node):
     assert native.loads.max() <= unconstrained.loads.max() + (unconstrained.loads.max() >> 10)
 
 
-@given(held=held_items(), ranks_per_node=st.none() | st.integers(1, 10))
-def test_nothing_moves_where_nothing_need(held, ranks_per_node):
-    lengths, num_ranks, _ = held
+@given(held=held_items())
+def test_nothing_moves_where_nothing_need(held):
+    lengths, num_ranks, _, ranks_per_node = held
     unconstrained = assign(lengths, num_ranks)
     if unconstrained.loads.max() <= unconstrained.bound:
         again = assign(lengths, num_ranks, home=unconstrained.ranks, ranks_per_node=ranks_per_node)
@@ -93,12 +94,20 @@ def test_all_items_on_one_rank_are_dealt_out():
     assert crossing(placed, np.full(640, 3), lengths, 4) == pytest.approx(0.75, abs=0.01)
 
 
-def test_a_smaller_last_node_gets_its_share():
+@pytest.mark.parametrize("ranks_per_node", [4, (1, 6, 3), (3, 7)], ids=str)
+def test_a_smaller_node_gets_its_share(ranks_per_node):
+    """And no more leaves a node than must, but for what does not go up in whole items."""
     lengths = np.random.default_rng(2).integers(1, 1000, 10 * 60)
-    home = in_order(600, 10)
-    placed = assign(lengths, 10, home=home, ranks_per_node=4)
-    assert placed.loads.max() <= placed.bound + 1
-    assert crossing(placed, home, lengths, 4) <= 0.1
+    home, node = in_order(600, 10), node_of_ranks(ranks_per_node, 10)
+    costs = lengths[:, None] * np.array([1, 2])
+    for placed in (
+        assign(lengths, 10, home=home, ranks_per_node=ranks_per_node),
+        assign_jointly(costs, 10, home=home, bytes=lengths, ranks_per_node=ranks_per_node),
+    ):
+        assert (placed.loads.max(axis=0) <= placed.bound + 0.002 * placed.bound).all()
+        held = np.bincount(node[home], lengths)
+        least = np.maximum(held - lengths.sum() / 10 * np.bincount(node), 0).sum() / lengths.sum()
+        assert least * (1 - 1e-3) <= crossing(placed, home, lengths, ranks_per_node) <= 1.1 * least + 0.002
 
 
 def test_a_giant_moves_nothing_that_fits_beside_it():
@@ -155,6 +164,7 @@ def test_crossing():
     assert crossing(placed, [1, 0, 2, 3]) == 0.5
     assert crossing(placed, [1, 0, 2, 3], ranks_per_node=2) == 0
     assert crossing(placed, [3, 0, 2, 3], [1, 7, 0, 0], ranks_per_node=2) == 1 / 8
+    assert crossing(placed, [1, 0, 1, 2], ranks_per_node=(1, 3)) == 0.5
     assert crossing(placed, [0, 0, 0, 0], [0, 0, 0, 0]) == 0
     with pytest.raises(ArgumentError, match=r"weights has shape \(3,\)"):
         crossing(placed, [0, 1, 2, 3], [1, 1, 1])
@@ -162,23 +172,24 @@ def test_crossing():
 
 @st.composite
 def held_examples(draw):
-    """costs, num_ranks and home; most examples lack most phases, or none does."""
+    """costs, num_ranks, home and ranks of a node; most examples lack most phases, or none does."""
     num_phases = draw(st.integers(1, 3))
     cost = draw(st.sampled_from([st.integers(0, 30), st.just(0) | st.integers(0, 2**40)]))
     row = st.lists(cost, min_size=num_phases, max_size=num_phases)
     rows = draw(st.lists(row, max_size=40))
     num_ranks = draw(st.integers(1, 6))
     home = draw(st.lists(st.integers(0, num_ranks - 1), min_size=len(rows), max_size=len(rows)))
-    return np.array(rows, dtype=np.int64).reshape(len(rows), num_phases), num_ranks, home
+    costs = np.array(rows, dtype=np.int64).reshape(len(rows), num_phases)
+    return costs, num_ranks, home, draw(st.none() | nodes_of(num_ranks))
 
 
 def objective(assignment):
     return assignment.loads.max(axis=0).sum()
 
 
-@given(held=held_examples(), ranks_per_node=st.none() | st.integers(1, 7), with_bytes=st.booleans())
-def test_joint_contract_and_equal_backends(held, ranks_per_node, with_bytes):
-    costs, num_ranks, home = held
+@given(held=held_examples(), with_bytes=st.booleans())
+def test_joint_contract_and_equal_backends(held, with_bytes):
+    costs, num_ranks, home, ranks_per_node = held
     sizes = np.arange(len(costs))[::-1] % 7 if with_bytes else None
     native, reference = (
         assign_jointly(costs, num_ranks, home=home, bytes=sizes, ranks_per_node=ranks_per_node, backend=backend)

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from motet.balance import place_on_nodes
 from motet.core.errors import ArgumentError
-from unit.balance.contract import BACKENDS
+from motet.core.nodes import node_of_ranks
+from unit.balance.contract import BACKENDS, nodes_of
 
 
 def most_sent(volume, ranks, ranks_per_node):
     """Equation 5: the largest volume that a source sends to other nodes."""
-    source = np.arange(len(volume)) // ranks_per_node
-    stays = source[:, None] == np.asarray(ranks)[None, :] // ranks_per_node
+    node = node_of_ranks(ranks_per_node, len(volume))
+    stays = node[:, None] == node[np.asarray(ranks, dtype=np.int64)][None, :]
     return int(np.where(stays, 0, volume).sum(axis=1).max(initial=0))
 
 
@@ -30,8 +31,9 @@ def volumes(draw, max_ranks=10):
 
 
 @settings(max_examples=40)
-@given(volume=volumes(), ranks_per_node=st.integers(1, 12))
-def test_permutation_and_equal_backends(volume, ranks_per_node):
+@given(volume=volumes(), data=st.data())
+def test_permutation_and_equal_backends(volume, data):
+    ranks_per_node = data.draw(nodes_of(len(volume)))
     native, reference = (place_on_nodes(volume, ranks_per_node, backend=backend) for backend in BACKENDS)
     assert native.dtype == np.int64
     assert sorted(native.tolist()) == list(range(len(volume)))
@@ -39,8 +41,9 @@ def test_permutation_and_equal_backends(volume, ranks_per_node):
 
 
 @settings(max_examples=40)
-@given(volume=volumes(max_ranks=6), ranks_per_node=st.integers(1, 4))
-def test_exact_is_the_optimum(volume, ranks_per_node):
+@given(volume=volumes(max_ranks=6), data=st.data())
+def test_exact_is_the_optimum(volume, data):
+    ranks_per_node = data.draw(nodes_of(len(volume)))
     every = permutations(range(len(volume)))
     best = min(most_sent(volume, ranks, ranks_per_node) for ranks in every)
     exact = place_on_nodes(volume, ranks_per_node, exact=True)
@@ -59,7 +62,7 @@ def balanced_volume(num_ranks, items_a_rank, seed):
     return volume
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(8, 2), (16, 4), (12, 8)])
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(8, 2), (16, 4), (12, 8), (12, (1, 8, 3)), (9, (3, 5, 1))])
 def test_near_the_optimum(num_ranks, ranks_per_node):
     ratios = []
     for seed in range(4):
@@ -98,6 +101,12 @@ def test_batches_return_to_where_they_came_from():
         ([[0.5]], 1, r"volume\[0, 0\] is 0.5"),
         ([[2**62, 2**62], [0, 0]], 1, "volume adds up to 9223372036854775808"),
         ([[1]], 0, "ranks_per_node is 0"),
+        (
+            [[1, 0], [0, 1]],
+            (1, 2),
+            r"ranks_per_node is \(1, 2\); it must be numbers .* add up to num_ranks, which is 2",
+        ),
+        ([[1, 0], [0, 1]], (0, 2), r"ranks_per_node is \(0, 2\); it must be numbers of at least 1 "),
     ],
 )
 def test_wrong_input(volume, ranks_per_node, sentence):

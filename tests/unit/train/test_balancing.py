@@ -109,21 +109,24 @@ NODES = (
 )
 
 
-@pytest.mark.parametrize("num_nodes", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("by_node", [pytest.param((3,), marks=pytest.mark.slow), (1, 2), (1, 1, 1)], ids=str)
 @pytest.mark.parametrize("overrides", [*WAYS, (NODES,), ("balance.node_wise=false",)], ids=" ".join)
-def test_prediction_places_every_item_where_training_does(recipe_file, overrides, num_nodes):
+def test_prediction_places_every_item_where_training_does(recipe_file, overrides, by_node):
     overrides = ("run.batch_size=24", *overrides)
     recipe = load_recipe(recipe_file, overrides)
     if recipe.balance.cost == "profile":
         write_profile(recipe, model_spec(model_of(recipe)))
-    plan, job = read_recipe_as_plan(
-        recipe_file, overrides, JobOptions(ClusterOptions("cpu", num_nodes, 3 // num_nodes))
-    )
+    plan, job = read_recipe_as_plan(recipe_file, overrides, JobOptions(ClusterOptions("cpu", 1, 3)))
+    per_node = max(by_node)
+    where = replace(plan.cluster, num_nodes=len(by_node), ranks_per_node=per_node)
+    units = (replace(plan.units[0], first_rank=per_node - by_node[0]),)
+    plan = replace(plan, cluster=where, units=units)
+    assert plan.replicas_by_node == by_node
     batch = job.workload.draw(24, np.random.default_rng(1))
     placed = assign_step(plan, batch, job.balancing)
     count = recipe.run.microbatches
     home = np.tile(home_ranks(24 // count, 3), count)
-    step = decide_step(orchestrator_of(recipe, 3, 3 // num_nodes), replace(batch, home=home), count)
+    step = decide_step(orchestrator_of(recipe, 3, by_node), replace(batch, home=home), count)
     assert placed.num_microbatches == len(step.microbatches) == count
     assert placed.methods == (() if plan.balance == "off" else tuple(p.decision.method for p in step.microbatches))
     assert (step.method != "") == (count > 1 and recipe.balance.defer == "auto")

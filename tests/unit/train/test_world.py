@@ -135,17 +135,25 @@ def test_machines_with_different_numbers_of_ranks_are_refused_on_all_ranks():
         assert first.startswith("Rank 0 is one of 2 ranks on its machine and rank 2 one of 1, and all machines must")
 
 
+def test_a_rank_knows_which_others_are_on_its_machine():
+    worlds = [World(rank, 7, (1, 3, 3), torch.device("cpu"), None, None) for rank in range(7)]
+    assert [world.on_node for world in worlds] == [range(1)] + [range(1, 4)] * 3 + [range(4, 7)] * 3
+    assert {(world.num_nodes, world.ranks_per_node) for world in worlds} == {(3, 3)}
+
+
+def of_groups(rank, num_ranks, by_node, tensor_size):
+    control = dist.new_group(backend="gloo")
+    world = World(rank, num_ranks, by_node, torch.device("cpu"), control, control).replicas(tensor_size)
+    return world.rank, world.num_ranks, world.by_node
+
+
 @pytest.mark.parametrize(
-    ("by_node", "expected"),
-    [
-        ((), [range(3)] * 3 + [range(3, 6)] * 3 + [range(6, 7)]),
-        ((1, 3, 3), [range(1)] + [range(1, 4)] * 3 + [range(4, 7)] * 3),
-    ],
-    ids=["alike", "unlike"],
+    ("by_node", "expected"), [((1, 3), (1, 1)), ((2, 2), (1, 1)), ((3, 1), (2,)), ((4,), (2,))], ids=str
 )
-def test_a_rank_knows_which_others_are_on_its_machine(by_node, expected):
-    worlds = [World(rank, 7, 3, torch.device("cpu"), None, None, by_node=by_node) for rank in range(7)]
-    assert [world.on_node for world in worlds] == expected
+def test_ranks_that_share_products_count_as_on_the_machine_of_their_first(by_node, expected):
+    """As the prediction of a Plan has it (`Plan.replicas_by_node`)."""
+    found = run_ranks(of_groups, 4, by_node, 2)
+    assert found == [(rank // 2, 2, expected) for rank in range(4)]
 
 
 @pytest.mark.parametrize("how", ["", "failed"])

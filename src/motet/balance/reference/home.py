@@ -13,29 +13,35 @@ With few items the result can be too high; motet.balance.home then takes the res
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import pairwise
+
 import numpy as np
 
 from motet.balance.reference.bound import packed_bound
 from motet.balance.reference.level import Holder, Item, level
+from motet.balance.reference.nodes import firsts_of
 from motet.balance.reference.result import AssignmentFields, placement
 from motet.core.arrays import Int32Array, Int64Array
 
 
-def packed_home(weights: Int64Array, num_ranks: int, home: Int32Array, ranks_per_node: int) -> AssignmentFields:
+def packed_home(weights: Int64Array, home: Int32Array, node_sizes: Int32Array) -> AssignmentFields:
     """Balance sums of weights, int64 [num_items], >= 0, starting from `home`; their sum must fit int64.
 
-    home: int32 [num_items], the rank that holds each item. The last node is smaller if ranks_per_node does not divide
-    num_ranks. O(num_items log num_items), plus the exchanges of `level`.
+    home: int32 [num_items], the rank that holds each item. node_sizes: int32 [num_nodes], the ranks of each node.
+    O(num_items log num_items), plus the exchanges of `level`.
     """
+    firsts = firsts_of(node_sizes)
+    num_ranks = firsts[-1]
     bound = packed_bound(weights, num_ranks)
     items: list[Item] = sorted((-weight, item) for item, weight in enumerate(weights.tolist()))
     # 1. Nodes.
-    nodes = _nodes(items, num_ranks, home.tolist(), ranks_per_node, bound)
+    nodes = _nodes(items, home.tolist(), firsts, bound)
     level(nodes)
     # 2. The ranks of each node.
     groups: list[Holder] = []
-    for node in nodes:
-        on_ranks = _ranks_of_node(node, len(groups), min(ranks_per_node, num_ranks - len(groups)), home, bound)
+    for node, (first, last) in zip(nodes, pairwise(firsts)):
+        on_ranks = _ranks_of_node(node, first, last - first, home, bound)
         level(on_ranks)
         groups += on_ranks
     # 3. All ranks.
@@ -50,16 +56,15 @@ def packed_home(weights: Int64Array, num_ranks: int, home: Int32Array, ranks_per
     return placement(ranks, np.array(loads, dtype=np.int64), bound)
 
 
-def _nodes(items: list[Item], num_ranks: int, home: list[int], ranks_per_node: int, bound: int) -> list[Holder]:
+def _nodes(items: list[Item], home: list[int], firsts: list[int], bound: int) -> list[Holder]:
     """The items of each node. Target: the share of its ranks. Limit: its ranks times the bound, and 2^-18 more."""
     total = -sum(negated for negated, _ in items)
-    nodes = []
-    for first in range(0, num_ranks, ranks_per_node):
-        last = min(first + ranks_per_node, num_ranks)
+    nodes, num_ranks = [], firsts[-1]
+    for first, last in pairwise(firsts):
         target = total * last // num_ranks - total * first // num_ranks
         nodes.append(Holder([], 0, target, min(total, (last - first) * (bound + (bound >> 18)))))
     for negated, item in items:
-        node = nodes[home[item] // ranks_per_node]
+        node = nodes[bisect_right(firsts, home[item]) - 1]
         node.items.append((negated, item))
         node.load -= negated
     return nodes

@@ -19,6 +19,7 @@ import numpy as np
 
 from motet.balance.reference.bound import packed_bound
 from motet.balance.reference.level import Holder, level
+from motet.balance.reference.nodes import firsts_of
 from motet.balance.reference.result import AssignmentFields, placement
 from motet.core.arrays import Int32Array, Int64Array
 
@@ -29,21 +30,22 @@ RANK_BITS = 12
 
 def joint_home(
     costs: Int64Array,
-    num_ranks: int,
     home: Int32Array,
     sizes: Int64Array,
-    ranks_per_node: int,
+    node_sizes: Int32Array,
 ) -> AssignmentFields:
     """Balance costs [num_examples, num_phases], >= 0, starting from `home`; the sum of all costs must fit int64.
 
     home: int32 [num_examples], the rank that holds each example. sizes: int64 [num_examples], its bytes.
+    node_sizes: int32 [num_nodes], the number of ranks of each node.
     Result: loads [num_ranks, num_phases] and bound [num_phases].
     O(num_phases * num_examples log num_examples), plus the exchanges of `level`.
     """
     # 1. Nodes.
+    firsts = firsts_of(node_sizes)
+    num_ranks = firsts[-1]
     examples = _Examples(costs, sizes, num_ranks)
-    firsts = [*range(0, num_ranks, ranks_per_node), num_ranks]
-    node_of = (home // ranks_per_node).tolist()
+    node_of = np.repeat(np.arange(len(node_sizes)), node_sizes)[home].tolist()
     examples.level(examples.order, node_of, firsts, NODE_BITS)
     on_nodes: list[list[int]] = [[] for _ in firsts[1:]]
     for example in examples.order:

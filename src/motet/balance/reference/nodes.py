@@ -17,6 +17,7 @@ integer program. `place_on_nodes` comes near its optimum in milliseconds:
 from __future__ import annotations
 
 import heapq
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -28,30 +29,35 @@ VOLUME_BITS = 24
 MAX_SWAPS = 1000
 
 
-def place_on_nodes(
-    sources: Int32Array, batches: Int32Array, sizes: Int64Array, num_ranks: int, ranks_per_node: int
-) -> Int64Array:
+def place_on_nodes(sources: Int32Array, batches: Int32Array, sizes: Int64Array, node_sizes: Int32Array) -> Int64Array:
     """The rank of each batch, int64 [num_ranks], a permutation, from the source, the batch and the size of each item.
 
-    What a source holds must fit int64. O(num_ranks^2), then up to 1000 swaps of O(ranks_per_node * batches of a source
-    * sources of a batch on a node). This is for readers; it is slow for thousands of ranks.
+    node_sizes: int32 [num_nodes], the number of ranks of each node. What a source holds must fit int64.
+    O(num_ranks^2), then up to 1000 swaps of O(ranks of a node * batches of a source * sources of a batch on a node).
+    This is for readers; it is slow for thousands of ranks.
     """
+    num_ranks = int(node_sizes.sum())
     volume = np.zeros((num_ranks, num_ranks), dtype=np.int64)  # [source, batch]
     np.add.at(volume, (sources, batches), sizes)
-    renaming = _Renaming(volume, ranks_per_node)
+    renaming = _Renaming(volume, node_sizes)
     renaming.start()
     renaming.swap_batches()
-    return ranks_of_nodes(np.array(renaming.node_of, dtype=np.int64), ranks_per_node)
+    return ranks_of_nodes(np.array(renaming.node_of, dtype=np.int64))
 
 
-def ranks_of_nodes(node_of: Int64Array, ranks_per_node: int) -> Int64Array:
+def firsts_of(node_sizes: Int32Array) -> list[int]:
+    """The first rank of each node, and the number of all ranks behind them."""
+    return list(accumulate(node_sizes.tolist(), initial=0))
+
+
+def ranks_of_nodes(node_of: Int64Array) -> Int64Array:
     """The rank of each batch, int64 [num_ranks]: the batches of a node on its ranks, in batch order."""
     ranks = np.empty(len(node_of), dtype=np.int64)
     ranks[np.argsort(node_of, kind="stable")] = np.arange(len(node_of))
     return ranks
 
 
-def exactly_on_nodes(volume: Int64Array, ranks_per_node: int) -> Int64Array:
+def exactly_on_nodes(volume: Int64Array, node_sizes: Int32Array) -> Int64Array:
     """As `place_on_nodes`, but optimal, to HiGHS's tolerance of 1e-6. From 64 ranks on it takes seconds to hours.
 
     Variables: x[batch, node], 0 or 1, and the maximum that a source sends. Minimise the maximum so that
@@ -64,7 +70,8 @@ def exactly_on_nodes(volume: Int64Array, ranks_per_node: int) -> Int64Array:
     from scipy.sparse import coo_array
 
     num_ranks = len(volume)
-    num_nodes = -(-num_ranks // ranks_per_node)
+    num_nodes = len(node_sizes)
+    node = np.repeat(np.arange(num_nodes), node_sizes)
     num_variables = num_ranks * num_nodes
     held = volume.sum(axis=1)
     unit = max(int(held.max(initial=0)), 1)
@@ -76,12 +83,11 @@ def exactly_on_nodes(volume: Int64Array, ranks_per_node: int) -> Int64Array:
     each = np.arange(num_ranks)
     kept = rows(
         np.concatenate([source, each]),
-        np.concatenate([batch * num_nodes + source // ranks_per_node, np.full(num_ranks, num_variables)]),
+        np.concatenate([batch * num_nodes + node[source], np.full(num_ranks, num_variables)]),
         np.concatenate([volume[source, batch] / unit, np.ones(num_ranks)]),
         num_ranks,
     )
     x, ones = np.arange(num_variables), np.ones(num_variables)
-    sizes = np.bincount(each // ranks_per_node)
     result = milp(
         c=np.concatenate([np.zeros(num_variables), np.ones(1)]),
         integrality=np.concatenate([ones, np.zeros(1)]),
@@ -89,25 +95,22 @@ def exactly_on_nodes(volume: Int64Array, ranks_per_node: int) -> Int64Array:
         constraints=[
             LinearConstraint(kept.tocsr(), held / unit, np.inf),
             LinearConstraint(rows(x // num_nodes, x, ones, num_ranks).tocsr(), 1, 1),
-            LinearConstraint(rows(x % num_nodes, x, ones, num_nodes).tocsr(), sizes, sizes),
+            LinearConstraint(rows(x % num_nodes, x, ones, num_nodes).tocsr(), node_sizes, node_sizes),
         ],
         options={"mip_rel_gap": 0.0},
     )
-    return ranks_of_nodes(result.x[:-1].reshape(num_ranks, num_nodes).argmax(axis=1), ranks_per_node)
+    return ranks_of_nodes(result.x[:-1].reshape(num_ranks, num_nodes).argmax(axis=1))
 
 
 class _Renaming:
     """The node of each batch, and what each source sends to other nodes, while both are improved."""
 
-    def __init__(self, volume: Int64Array, ranks_per_node: int) -> None:
+    def __init__(self, volume: Int64Array, node_sizes: Int32Array) -> None:
         most = int(volume.sum(axis=1).max(initial=0))
         cut = volume >> max(0, most.bit_length() - VOLUME_BITS)
         self.held: list[list[int]] = cut.tolist()  # [num_ranks (source), num_ranks (batch)]
         self.num_ranks = len(volume)
-        self.nodes = [
-            range(first, min(first + ranks_per_node, self.num_ranks))
-            for first in range(0, self.num_ranks, ranks_per_node)
-        ]
+        self.nodes = [range(*ends) for ends in pairwise(firsts_of(node_sizes))]
         self.home = [node for node, sources in enumerate(self.nodes) for _ in sources]
         self.node_of = [-1] * self.num_ranks
         self.num_free = [len(sources) for sources in self.nodes]

@@ -41,16 +41,10 @@ def build_loading(
 ) -> Loading:
     """The way in which the recipe's microbatches are loaded."""
     if recipe.exchanges_items:
-        exchange = ItemExchange(
-            mesh.host_group,
-            orchestrator,
-            model.measured,
-            ranks_per_node=mesh.ranks_per_node,
-            carrier=_carrier(recipe, mesh),
-        )
-        return ExchangeLoading(dataset, decoder, exchange, mesh.ranks_per_node)
+        exchange = ItemExchange(mesh.host_group, orchestrator, model.measured, carrier=_carrier(recipe, mesh))
+        return ExchangeLoading(dataset, decoder, exchange)
     assert not isinstance(dataset, OwnSplits), "a recipe whose examples are split exchanges items"
-    return IndexLoading(dataset, decoder, orchestrator, mesh.rank, mesh.ranks_per_node)
+    return IndexLoading(dataset, decoder, orchestrator, mesh.rank)
 
 
 def _carrier(recipe: Recipe, mesh: Mesh) -> Carrier:

@@ -141,11 +141,8 @@ class Pending:
 class IndexLoading:
     """Loads what the decision gives to this rank; lengths come from the dataset's index."""
 
-    def __init__(
-        self, dataset: Examples, decoder: Decoder, orchestrator: Orchestrator, rank: int, ranks_per_node: int
-    ) -> None:
-        self._dataset, self._decoder, self._orchestrator = dataset, decoder, orchestrator
-        self._rank, self._ranks_per_node = rank, ranks_per_node
+    def __init__(self, dataset: Examples, decoder: Decoder, orchestrator: Orchestrator, rank: int) -> None:
+        self._dataset, self._decoder, self._orchestrator, self._rank = dataset, decoder, orchestrator, rank
 
     def deal(self, examples: StepExamples, num_microbatches: int) -> DealtStep:
         """As `Loading.deal`, by the lengths of the index: which rank computes what is decided here."""
@@ -185,7 +182,6 @@ class IndexLoading:
             self._rank,
             [sequences[index] for index in left.sequences_on(self._rank).tolist()],
             media,
-            ranks_per_node=self._ranks_per_node,
             shared=sequences,
         )
         return Loaded(batch)
@@ -198,10 +194,8 @@ class ExchangeLoading:
     Who computes what in a microbatch is decided when it is loaded, all the same: by then its bad examples are known.
     """
 
-    def __init__(
-        self, dataset: Examples | OwnSplits, decoder: Decoder, exchange: ItemExchange, ranks_per_node: int
-    ) -> None:
-        self._dataset, self._decoder, self._exchange, self._ranks_per_node = dataset, decoder, exchange, ranks_per_node
+    def __init__(self, dataset: Examples | OwnSplits, decoder: Decoder, exchange: ItemExchange) -> None:
+        self._dataset, self._decoder, self._exchange = dataset, decoder, exchange
 
     def deal(self, examples: StepExamples, num_microbatches: int) -> DealtStep:
         """As `Loading.deal`: in order, or by the indexes that all ranks have where examples are deferred."""
@@ -234,18 +228,16 @@ class ExchangeLoading:
             LoadedExample(sequence, tuple(media[index])) if kept[index] else None
             for index, sequence in pending.sequences.items()
         ]
-        return exchanged(self._exchange, examples, self._ranks_per_node)
+        return exchanged(self._exchange, examples)
 
     def _home(self, ids: Int64Array) -> Int32Array:
         return self._dataset.home(ids, self._exchange.orchestrator.num_ranks)
 
 
-def exchanged(exchange: ItemExchange, examples: Sequence[LoadedExample | None], ranks_per_node: int) -> Loaded:
+def exchanged(exchange: ItemExchange, examples: Sequence[LoadedExample | None]) -> Loaded:
     """The microbatch of the examples that all ranks have loaded; None for one that is left out. A collective."""
     items = exchange(examples)
-    batch = assemble(
-        items.decision, items.lengths, exchange.rank, items.sequences, items.media, ranks_per_node=ranks_per_node
-    )
+    batch = assemble(items.decision, items.lengths, exchange.rank, items.sequences, items.media)
     return Loaded(batch, items.moved_bytes, items.crossing_bytes, items.decision.decide_s)
 
 
