@@ -10,7 +10,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from motet.core.arrays import Float64Array
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import ArgumentError
 from motet.core.limits import (
     MAX_NODES,
@@ -121,6 +121,23 @@ class Cluster:
     def node_of(self, rank: int) -> int:
         """The node that a rank is in."""
         return rank // self.ranks_per_node
+
+    def unlike(self, groups: Int64Array) -> list[tuple[int, ...]]:
+        """The first of each kind of group: all others lie on nodes as one of these does, so that messages take as long.
+
+        groups: int64 [num_groups, size], ascending in each.
+
+        Example: pairs of ranks, of which the third is on two nodes of five.
+            >>> device = Device("gpu", {"bf16": 1e15}, memory_bytes=80 * 10**9, memory_bytes_per_s=3e12)
+            >>> cluster = Cluster(device, 2, 5, intra_node=Link(450e9, 3e-6), inter_node=Link(50e9, 14e-6))
+            >>> cluster.unlike(np.arange(10).reshape(5, 2))
+            [(0, 1), (4, 5)]
+        """
+        if self.num_nodes == 1 or groups.shape[1] == 1:
+            return [tuple(groups[0].tolist())]
+        leaves_node = np.diff(groups // self.ranks_per_node, axis=1) > 0
+        _, first = np.unique(leaves_node, axis=0, return_index=True)
+        return [tuple(groups[number].tolist()) for number in sorted(first)]
 
     def link(self, ranks: Iterable[int]) -> Link:
         """The slowest link between these ranks."""

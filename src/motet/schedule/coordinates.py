@@ -128,6 +128,28 @@ def edge_links(
     return tuple(links)
 
 
+def farthest_ends(layout: Layout, source: PlannedStage, sink: PlannedStage) -> tuple[int, int]:
+    """Two ranks of the cluster of which one sends to the other along an edge: on two nodes if any such ranks are, in
+    any island, as islands are simulated alike. The same rank twice where nothing is sent.
+    """
+    first, last = ends = source.ranks[0], sink.ranks[0]
+    cluster = layout.plan.cluster
+    if first == last or cluster.num_nodes == 1:
+        return ends
+    unit, taker = (host_of(layout, stage.unit) for stage in (source, sink))
+    sender = receiver = np.arange(unit.cp * unit.tp)
+    if unit != taker:  # If any ranks of both are on two nodes, so are outer ones.
+        sender = np.array([0, 0, 1, 1]) * (unit.cp * unit.tp - 1)
+        receiver = np.array([0, 1, 0, 1]) * (taker.cp * taker.tp - 1)
+    of_islands = first_ranks(layout)
+    senders, receivers = of_islands[:, source.rank, None] + sender, of_islands[:, sink.rank, None] + receiver
+    crosses = senders // cluster.ranks_per_node != receivers // cluster.ranks_per_node
+    if not crosses.any():
+        return ends
+    at = np.unravel_index(int(crosses.argmax()), crosses.shape)
+    return int(senders[at]), int(receivers[at])
+
+
 def shares_here(layout: Layout, source: PlannedStage, sink: PlannedStage, index: int) -> Shares:
     """The shares at the ends of an edge that joins two stages on ranks of one unit, of the ranks with a number.
 

@@ -1,6 +1,7 @@
 """A rank's first question has one answer, of every kind of Plan, and every answer has its ranks."""
 
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, product
 from math import lcm
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from motet.core.errors import ArgumentError
 from motet.core.plan import Unit
 from motet.schedule import planned
-from motet.schedule.coordinates import coordinates, host_of, ranks_of, replica_of
+from motet.schedule.coordinates import coordinates, edge_links, farthest_ends, host_of, ranks_of, replica_of
 from unit.schedule.plans import VLM, model, plan
 
 SMALL = st.integers(1, 3)
@@ -180,3 +181,26 @@ def test_a_unit_says_which_ranks_it_is_without():
     layout = planned(plan(VLM, *unit)).layout
     with pytest.raises(ArgumentError, match="unit 'image' is not on rank 2"):
         coordinates(layout, 2, unit[0])
+
+
+@each_strategy
+@given(st.data())
+def test_a_message_is_between_nodes_if_any_of_its_ranks_are(strategy, data):
+    """Of any island, there or back: all are simulated alike."""
+    made = data.draw(strategy)
+    size = data.draw(st.integers(1, 12))
+    cluster = replace(made.cluster, num_nodes=-(-made.cluster.num_ranks // size), ranks_per_node=size)
+    found = planned(replace(made, cluster=cluster))
+    for edge in range(len(found.program.edges)):
+        source, sink = found.ends(edge)
+        ends = farthest_ends(found.layout, source, sink)
+        links = {
+            link[:2]
+            for island, backward in product(range(found.layout.num_islands), (False, True))
+            for link in edge_links(found.layout, source, sink, island, backward=backward)
+        }
+        if made.schedule == "data_parallel":  # Its phases exchange rows of all ranks.
+            continue
+        assert (ends in links or ends[::-1] in links or source.unit is not sink.unit) if links else ends[0] == ends[1]
+        crosses = [sender // size != receiver // size for sender, receiver in links]
+        assert (ends[0] // size != ends[1] // size) == any(crosses)

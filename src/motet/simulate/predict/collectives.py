@@ -47,13 +47,13 @@ class _Shared(NamedTuple):
     """Parameters of a stage that the same ranks share.
 
     slices:   those that have a message each.
-    shards:   the ranks that share the first copy of their state.
-    replicas: the ranks that hold the same share of them in all copies.
+    shards:   the ranks that share a copy of their state: a group of each kind (`Cluster.unlike`).
+    replicas: the ranks that hold the same share of them in all copies, alike.
     """
 
     slices: list[_Size]
-    shards: tuple[int, ...]
-    replicas: tuple[int, ...]
+    shards: list[tuple[int, ...]]
+    replicas: list[tuple[int, ...]]
 
 
 class Collectives:
@@ -122,20 +122,31 @@ class Collectives:
 
         FSDP has a message for each of its slices in data parallelism; a pipeline has one for the whole stage.
         """
-        ranks, ep, size = stage.data_ranks, stage.unit.ep, stage.shard_size
+        ep, size = stage.unit.ep, stage.shard_size
         placed = untied(self.tied, stage, self.pricing.layers(stage))
         layers = [each.layer.with_experts_of(ep) for each in placed]
         slices = fsdp_slices(layers) if self.plan.schedule == "data_parallel" else [layers]
         whole = [_size_of(slice_, stage.unit.tp, size) for slice_ in slices]
         if ep == 1:
-            return [_Shared(whole, ranks[:size], ranks[::size])]
-        of_experts, of_copy = ranks[::ep], expert_shard_size(size, ep)
+            return [_Shared(whole, *self._groups(stage, 1, size))]
+        of_copy = expert_shard_size(size, ep)
         experts = [_size_of_experts(slice_, stage.unit.tp, of_copy) for slice_ in slices]
         others = [_without(every, own, size) for every, own in zip(whole, experts)]
         return [
-            _Shared(others, ranks[:size], ranks[::size]),
-            _Shared([own for own in experts if own.total], of_experts[:of_copy], of_experts[::of_copy]),
+            _Shared(others, *self._groups(stage, 1, size)),
+            _Shared([own for own in experts if own.total], *self._groups(stage, ep, of_copy)),
         ]
+
+    def _groups(self, stage: PlannedStage, ep: int, size: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """The kinds of groups of ranks of a stage that share a copy, and of those that hold the same share of it.
+
+        ep: how many ranks, one after the other, hold parts of their own. size: ranks that share a copy of a part.
+        """
+        ranks = np.array(stage.data_ranks)[:, None] + np.arange(stage.unit.tp)
+        parts = ranks.reshape(-1, ep * stage.unit.tp).T  # [part, rank that holds it]
+        copies = parts.reshape(len(parts), -1, size)
+        unlike = self.plan.cluster.unlike
+        return unlike(copies.reshape(-1, size)), unlike(copies.swapaxes(1, 2).reshape(-1, copies.shape[1]))
 
     def _priced(self, stage: PlannedStage) -> CollectiveSeconds:
         """The collectives of a stage."""
@@ -153,15 +164,19 @@ class Collectives:
         (slices, shards, replicas), cost = shared, self.cost
         # 1. The sum over copies, of the share of one rank.
         replicas_s = 0.0
-        if len(replicas) > 1:
-            shares = (one.trainable * self.precision.gradient / len(shards) for one in slices)
-            replicas_s = sum(cost.all_reduce_seconds(size_bytes, replicas) for size_bytes in shares)
-        if len(shards) == 1:
+        if len(replicas[0]) > 1:
+            shares = [one.trainable * self.precision.gradient / len(shards[0]) for one in slices]
+            replicas_s = max(sum(cost.all_reduce_seconds(share, ranks) for share in shares) for ranks in replicas)
+        if len(shards[0]) == 1:
             return CollectiveSeconds(0.0, replicas_s, replicas_s)
         # 2. Within a copy.
-        gathered = (one.total if colocated or stage.zero == 3 else one.trainable for one in slices)
-        gather_s = sum(cost.gather_seconds(number * self.precision.compute, shards) for number in gathered)
-        reduce_s = sum(cost.reduce_scatter_seconds(one.trainable * self.precision.gradient, shards) for one in slices)
+        of_compute, of_gradient = self.precision.compute, self.precision.gradient
+        gathered = [(one.total if colocated or stage.zero == 3 else one.trainable) * of_compute for one in slices]
+        reduced = [one.trainable * of_gradient for one in slices]
+        gather_s = max(sum(cost.gather_seconds(size_bytes, ranks) for size_bytes in gathered) for ranks in shards)
+        reduce_s = max(
+            sum(cost.reduce_scatter_seconds(size_bytes, ranks) for size_bytes in reduced) for ranks in shards
+        )
         if not colocated and stage.zero < 2:
             reduce_s += replicas_s
         return CollectiveSeconds(gather_s, reduce_s, replicas_s)

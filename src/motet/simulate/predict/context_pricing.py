@@ -52,7 +52,7 @@ class ContextPricing:
         seconds, copied = np.zeros((2, items.num_replicas * num))
         if attention is None or (cp == 1 and items.cuts is None):
             return ContextPrice(seconds, copied)
-        ranks = [unit.rank(0, 0, c) for c in range(cp)]
+        groups = self.plan.cluster.unlike(unit.groups(cp, apart=unit.tp))
         # Where the description has no heads, all keys of a row count as one.
         heads, kv_heads = attention.num_heads // unit.tp, max(attention.num_kv_heads // unit.tp, 1)
         head_bytes = attention.kv_width / unit.tp / kv_heads * self.number_bytes
@@ -61,13 +61,13 @@ class ContextPricing:
         if name != BACKBONE:
             of_keys = self.work.moved_of_items(name, layer)
             if cp == 1:  # Replicas share items beside sequences.
-                ranks = [unit.rank(0, d) for d in range(unit.dp)]
-            return self._exchanged(2.0 * kv_heads * of_keys, 2.0 * kv_heads * of_keys, head_bytes, ranks)
+                groups = [tuple(unit.rank(0, d) for d in range(unit.dp))]
+            return self._exchanged(2.0 * kv_heads * of_keys, 2.0 * kv_heads * of_keys, head_bytes, groups)
         if cp > 1:
-            seconds, copied = self._of_replicas(items, attention.window, ranks, heads, kv_heads, head_bytes)
+            seconds, copied = self._of_replicas(items, attention.window, groups, heads, kv_heads, head_bytes)
         if items.cuts is None:
             return ContextPrice(seconds, copied)
-        together = [unit.rank(0, d, c) for d in range(unit.dp) for c in range(cp)]
+        together = [tuple(unit.rank(0, d, c) for d in range(unit.dp) for c in range(cp))]
         for microbatch in np.unique(items.microbatch[items.cuts.items]).tolist():
             rows = rows_of_replicas(items, microbatch, cp)
             table = AttentionTable.packed(rows.lengths).windowed(attention.window or None)
@@ -81,13 +81,13 @@ class ContextPricing:
         self,
         items: ModuleAssignment,
         window: int,
-        ranks: Sequence[int],
+        groups: Sequence[Sequence[int]],
         heads: int,
         kv_heads: int,
         head_bytes: float,
     ) -> ContextPrice:
-        """`price` of the backbone, of sequences that the ranks of a replica share. ranks: of one replica."""
-        num, cp = self.assignment.num_microbatches, len(ranks)
+        """`price` of the backbone, of sequences that the ranks of a replica share. groups: kinds of these."""
+        num, cp = self.assignment.num_microbatches, len(groups[0])
         cells = [items.length[items.items_of(*divmod(index, num))] for index in range(items.num_replicas * num)]
         rows = np.array([lengths.sum() for lengths in cells])
         # Dealing out a pack takes 2 ms; beyond some, packs move the same share of their rows.
@@ -97,12 +97,14 @@ class ContextPricing:
             moved = np.outer(rows, moved.sum(axis=0) / max(sum(lengths.sum() for lengths in dealt), 1))
         of_keys, of_all = moved.T.astype(np.float64)
         sent, kept = exchanged_heads(self.exchange, of_keys, of_all, rows / cp, cp, heads, kv_heads)
-        return self._exchanged(sent, kept, head_bytes, ranks)
+        return self._exchanged(sent, kept, head_bytes, groups)
 
     def _exchanged(
-        self, sent: Float64Array, kept: Float64Array, head_bytes: float, ranks: Sequence[int]
+        self, sent: Float64Array, kept: Float64Array, head_bytes: float, groups: Sequence[Sequence[int]]
     ) -> ContextPrice:
-        """The price of exchanges. sent, kept: rows of heads that the busiest rank moves, and that backward finds."""
-        cp = len(ranks)
+        """The price of exchanges in the slowest group. sent, kept: rows of heads that the busiest rank moves, and that
+        backward finds.
+        """
+        cp = len(groups[0])
         # As of an all-gather in which each rank gets as much.
-        return ContextPrice(gathers_s(self.cost, sent * head_bytes * cp / max(cp - 1, 1), ranks), kept * head_bytes)
+        return ContextPrice(gathers_s(self.cost, sent * head_bytes * cp / max(cp - 1, 1), groups), kept * head_bytes)

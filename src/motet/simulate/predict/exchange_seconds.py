@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from motet.simulate.predict.stage_pricing import Pricing
 
 
-def gathers_s(cost: CostModel, size_bytes: Float64Array, ranks: Sequence[int]) -> Float64Array:
-    """Seconds of all-gathers, [n]. size_bytes: [n]; 0: none. Of many items few are of lengths that differ."""
+def gathers_s(cost: CostModel, size_bytes: Float64Array, groups: Sequence[Sequence[int]]) -> Float64Array:
+    """Seconds of all-gathers in the slowest of some groups of ranks, [n]. size_bytes: [n]; 0: none. Of many items few
+    are of lengths that differ.
+    """
     sizes, of_size = np.unique(size_bytes, return_inverse=True)
-    seconds = [cost.gather_seconds(size, ranks) if size else 0.0 for size in sizes.tolist()]
+    seconds = [max(cost.gather_seconds(size, ranks) for ranks in groups) if size else 0.0 for size in sizes.tolist()]
     return np.array(seconds, dtype=np.float64)[of_size]
 
 
@@ -43,8 +45,11 @@ def evenly_moved_s(pricing: Pricing, rows: Int64Array, row_bytes: int) -> Float6
     moved_bytes, unit, cost, cluster = rows * row_bytes, pricing.backbone, pricing.cost, pricing.plan.cluster
     seconds, cp, sequences = np.zeros(moved_bytes.shape), unit.cp, pricing.assignment.modules[BACKBONE]
     if cp > 1:
-        ranks = [unit.rank(0, 0, c) for c in range(cp)]
-        seconds += even_exchanges_s(cost, cluster, moved_bytes.ravel() / cp**2, ranks).reshape(seconds.shape)
+        to_each = moved_bytes.ravel() / cp**2
+        kinds = [
+            even_exchanges_s(cost, cluster, to_each, ranks) for ranks in cluster.unlike(unit.groups(cp, apart=unit.tp))
+        ]
+        seconds += np.max(kinds, axis=0).reshape(seconds.shape)
     if (cuts := sequences.cuts) is not None:
         together = [unit.rank(0, d, c) for d in range(unit.dp) for c in range(cp)]
         shared = np.unique(sequences.microbatch[cuts.items])

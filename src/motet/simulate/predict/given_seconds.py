@@ -63,7 +63,7 @@ def _gathered_s(pricing: Pricing, name: str, unit: Unit) -> Float64Array:
     Ranks give as many rows as the one with the most of them (`dispatch/gathered_rows.py`). Gradients do not move.
     """
     layer, _ = pricing.plan.model.moved(name)
-    first, num_ranks = unit.first_rank, gathering_ranks(pricing.plan, unit)
-    ranks = range(first, first + num_ranks * unit.tp, unit.tp)
+    num_ranks = gathering_ranks(pricing.plan, unit)
+    groups = pricing.plan.cluster.unlike(unit.groups(num_ranks, apart=unit.tp))
     rows = pricing.layer_pricing.price(name, layer).work.rows
-    return gathers_s(pricing.cost, rows * num_ranks * layer.output_width * pricing.precision.compute, ranks)
+    return gathers_s(pricing.cost, rows * num_ranks * layer.output_width * pricing.precision.compute, groups)

@@ -105,7 +105,8 @@ class LayerPricing:
         work = self.work.of_busiest(name, layer)
         tensor_s = np.zeros(len(work.rows))
         if unit.tp > 1:
-            tensor_s = self.cost.tensor_seconds(layer, work, range(unit.first_rank, unit.first_rank + unit.tp))
+            groups = self.plan.cluster.unlike(unit.groups(unit.tp))
+            tensor_s = np.max([self.cost.tensor_seconds(layer, work, ranks) for ranks in groups], axis=0)
         if unit.ep > 1 and layer.num_experts:
             tensor_s = tensor_s + self._experts_s(unit, layer, work.rows)
         context = self._context.price(name, layer)
@@ -158,4 +159,9 @@ class LayerPricing:
         """
         # Each tensor-parallel rank sends rows to its own part of each one's experts.
         to_each = rows * layer.experts_per_row * layer.output_width * self.precision.compute / (unit.ep * unit.tp)
-        return 2 * even_exchanges_s(self.cost, self.plan.cluster, to_each, unit.expert_ranks(unit.first_rank))
+        cluster = self.plan.cluster
+        groups = cluster.unlike(unit.groups(unit.ep, apart=unit.tp))
+        slowest: Float64Array = np.max(
+            [even_exchanges_s(self.cost, cluster, to_each, ranks) for ranks in groups], axis=0
+        )
+        return 2 * slowest

@@ -11,7 +11,7 @@ from motet.assign.rows import num_given_rows, sent_shares
 from motet.core.arrays import Float64Array
 from motet.core.workload import BACKBONE
 from motet.schedule import PlannedProgram, PlannedStage
-from motet.schedule.coordinates import replica_of, replicas_of
+from motet.schedule.coordinates import farthest_ends, replica_of, replicas_of
 from motet.schedule.edges import consumers_in
 from motet.simulate.predict.collectives import Collectives
 from motet.simulate.predict.stage_pricing import Pricing
@@ -47,8 +47,7 @@ class Traffic:
 
         What the ends compute (`calls_s`) is not among them.
         """
-        source, sink = self.planned.ends(edge)
-        ends = source.ranks[0], sink.ranks[0]
+        ends = farthest_ends(self.planned.layout, *self.planned.ends(edge))
         if ends[0] == ends[1]:
             return 0.0
         sent_bytes = self._sent_bytes(edge, islands, gradient=gradient)
@@ -144,6 +143,6 @@ def sent_key(planned: PlannedProgram, edge: int) -> tuple[object, ...]:
     outputs = [(name, stop == 0, *plan.model.sent(name, stop)) for name, stop in planned.outputs(edge)]
     ends = [(end.unit.name, replica_of(layout, end, 0)) for end in (source, sink)]
     consumers = [consumers_in(layout, name, sink) for name, *_ in outputs] if source.unit is not sink.unit else []
-    ranks, node_of = (source.ranks[0], sink.ranks[0]), plan.cluster.node_of
+    ranks, node_of = farthest_ends(layout, source, sink), plan.cluster.node_of
     link = (ranks[0] == ranks[1], node_of(ranks[0]) == node_of(ranks[1]))
     return (*outputs, *ends, *map(tuple, consumers), *link)
