@@ -40,6 +40,7 @@ from typing import Any
 
 from rows import ROOT, commit_of
 
+from motet.core.nodes import ranks_by_node
 from motet.schedule import planned
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -293,6 +294,9 @@ def features(case: AnyCase) -> Iterator[str]:
     for name in ("balance", "example_order"):
         yield f"{name} {getattr(case, name)}"
     units = case.units
+    if case.nodes[1]:
+        of_nodes = ranks_by_node(plan_of(case).cluster.node_of(rank) for rank in sorted(plan_of(case).ranks))
+        yield f"nodes {'unlike' if any(num < max(of_nodes) for num in of_nodes[:-1]) else 'alike'}"
     yield from {f"zero {unit.zero}" for unit in units if unit.dp > 1}
     yield from {f"shard_size {unit.shard_size}" for unit in units if unit.dp > 1 and unit.shard_size > 1}
     yield from {

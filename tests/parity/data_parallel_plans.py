@@ -93,4 +93,7 @@ class DataParallelRun:
         model, num_ranks = self._case.model(), self.step.mesh.num_ranks
         recompute = self._recipe.fsdp.recomputed(model_spec(model).num_blocks)
         cpu = torch.device("cpu")
-        return build_orchestrator(self._recipe.balance, model, num_ranks, cpu, torch.float64, recompute=recompute)
+        nodes = self._case.plan().replicas_by_node
+        return build_orchestrator(
+            self._recipe.balance, model, num_ranks, cpu, torch.float64, recompute=recompute, ranks_per_node=nodes
+        )

@@ -109,6 +109,7 @@ _OPTIONS = {
     "chunks": lambda rng: int(rng.choice([1, 2, 3])),
     "exchange": lambda rng: str(rng.choice(["auto", "group_cast", "all_gather", "ulysses"])),
     "head_groups": lambda rng: int(rng.choice([1, 2])),
+    "nodes": lambda rng: (int(rng.integers(0, 3)), int(rng.integers(2, 4))) if rng.random() < 0.6 else (0, 0),
 }
 """Field of a PlannedCase -> how it is drawn for a case. Each has random numbers of its own, so that a new field leaves
 the others as they were.
@@ -233,7 +234,7 @@ def _drawn_whole(
         unit = _in_experts(np.random.default_rng((*numbers, crc32(b"ep"))), unit, num_experts)
     sizes = [size for size in (1, 2, 3, 4) if mixture["batch_size"] % (dp * size) == 0]
     drawn = _drawn(_OPTIONS, numbers)
-    options = {name: drawn[name] for name in ("blocking", "balance", "is_mixed", "chunks")}
+    options = {name: drawn[name] for name in ("blocking", "balance", "is_mixed", "chunks", "nodes")}
     return PlannedCase((unit,), "data_parallel", microbatch_size=int(rng.choice(sizes or [1])), **mixture, **options)
 
 
@@ -422,7 +423,7 @@ def _stages(
 def plan_of(case: PlannedCase) -> Plan:
     """The Plan of a case on as many ranks as it has."""
     plan = case.plan()
-    return replace(plan, cluster=replace(plan.cluster, ranks_per_node=case.num_ranks))
+    return plan if any(case.nodes) else replace(plan, cluster=replace(plan.cluster, ranks_per_node=case.num_ranks))
 
 
 def obstacle_of(case: PlannedCase | Cut) -> str:
@@ -471,6 +472,7 @@ def smaller(case: PlannedCase | Cut) -> Iterator[PlannedCase | Cut]:
         {"caps": {}},
         {"chunks": 1},
         {"head_groups": 1},
+        {"nodes": (0, 0)},
         *({"units": units} for units in _smaller_units(case.units)),
     ]
     for change in changes:

@@ -219,6 +219,7 @@ class PlannedCase:
     parts: of the model, as of `parity.planned_parts`.
     exchange, head_groups: how attention gets rows of other context-parallel ranks.
     lora: parts with adapters, made: generators, as of `build_hf_model`.
+    nodes: how many ranks of the cluster come before those of the units, and how many a node has; 0: eight.
     has_large, has_long: as of `draw_example`, so that ranks that share images or sequences cut some.
     left_out: the share of examples that are found bad after the step was decided.
     is_mixed: passes compute in float32, and gradients are summed in float64, as parameters are stored.
@@ -256,6 +257,7 @@ class PlannedCase:
     optimizer: str = "adamw"
     has_large: bool = False
     has_long: bool = False
+    nodes: tuple[int, int] = (0, 0)
 
     @property
     def num_ranks(self) -> int:
@@ -279,13 +281,17 @@ class PlannedCase:
         peaks = {**where.device.peak_flops, "fp64": 6.7e13}
         pieces = 1 if self.blocking else self.chunks
         device = replace(where.device, peak_flops=peaks, overlaps=not self.blocking)
+        before, per_node = self.nodes
+        if per_node:
+            where = replace(where, num_nodes=-(-(before + self.num_ranks) // per_node), ranks_per_node=per_node)
+        units = tuple(replace(unit, first_rank=unit.first_rank + before) for unit in self.units)
         where = replace(where, device=device, tensor_pieces=pieces)
         spec = _spec(*self.built)
         sizes = self.batch_size, self.microbatch_size
         options = {"microbatch_caps": self.caps, "balance": self.balance, "deferred_warmup": self.deferred_warmup}
         options |= {"order": self.example_order, "filling": self.filling, "fills": self.fills}
         precision = "fp32" if self.is_mixed else "fp64"
-        plan = Plan(spec, where, self.units, *sizes, self.schedule, precision=precision, **options)
+        plan = Plan(spec, where, units, *sizes, self.schedule, precision=precision, **options)
         return plan if self.fill_seed < 0 else with_random_fills(plan, self.fill_seed)
 
     def examples(self, step: int) -> list[LoadedExample]:
@@ -407,7 +413,7 @@ class StagesRun:
         }
         spans = self.step.place.stage_spans
         assert held == {name for each in spans for name in _names(case.built, tuple(each.items()))}
-        self._decide = StepDecider(self.step.place)
+        self._decide = StepDecider(self.step.place, case.plan())
 
     def batches(self, number: int, whole: MLLM) -> list[RankBatch]:
         """The microbatches of a step. whole: the model as one process has it."""
@@ -424,7 +430,7 @@ def run_of(case: PlannedCase, stored: torch.dtype, types: ComputeTypes) -> Stage
 def build_step(case: PlannedCase, stored: torch.dtype = torch.float64, types: ComputeTypes = SAME_TYPES) -> PlannedStep:
     """The step of this rank, on its part of the model. A collective. Arguments: as above."""
     rank, device, plan = dist.get_rank(), rank_device(), case.plan()
-    model, place = case.model(), Place.of(plan, rank)
+    model, place = case.model(), Place.of(plan.closed_up, rank)
     split_products(model, place.program)
     holders, weights = holders_of(model, place.program), {name: each.weight for name, each in model.generators.items()}
     keep_spans(model.to(device, stored), *place.stage_spans)

@@ -41,6 +41,7 @@ CASES_OF_REPLICAS = [
     case(divided(dp=2), dropout=0.2, balance="per_phase", batch_size=8, left_out=0.3),
     case(divided(dp=2), family="olmo2", chunks=2),
     case(divided(dp=2), family="mixtral", batch_size=2),
+    case(divided(dp=2), balance="auto", nodes=(1, 3)),
     # Stopped under one Plan, gone on under another.
     case(divided(dp=2), then=PlannedCase((Unit("all", (ALL,), dp=4, zero=3),), "data_parallel")),
     replace(
@@ -57,9 +58,14 @@ CASES_OF_FROZEN_BLOCKS = [
     case(divided(tp=1, dp=3), frozen=("*embed_tokens*", "*layers*", "image", "audio"), batch_size=3, left_out=0.5),
 ]
 """FSDP gathers frozen blocks for their backward pass, which all ranks or none must have."""
-CASES = {2: CASES_ALONE, 3: CASES_OF_FROZEN_BLOCKS, 4: CASES_OF_REPLICAS}
+CASES_OF_UNLIKE_NODES = [
+    # One rank of a node, and two or three of the next.
+    case(divided(tp=1, dp=3), balance="per_phase", nodes=(1, 2)),
+    case(divided(tp=1, dp=3), balance="joint", nodes=(2, 3), microbatch_size=2),
+]
+CASES = {2: CASES_ALONE, 3: CASES_OF_FROZEN_BLOCKS + CASES_OF_UNLIKE_NODES, 4: CASES_OF_REPLICAS}
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(CASES, {2: (0,), 3: (0,), 4: (3, 9)}))
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(CASES, {2: (0,), 3: (0, 2), 4: (3, 9)}))
 def test_ranks_that_share_products_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)

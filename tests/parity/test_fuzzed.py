@@ -161,6 +161,7 @@ def test_cases_have_all_that_a_plan_can_say():
             "absent modality",
             "two blocks or more in a stage",
             "goes on under another Plan",
+            "nodes unlike",
         ),
         *(
             "part queries",
