@@ -845,7 +845,7 @@ def test_a_group_that_sends_from_gpus_by_any_name_trains_there(monkeypatch, back
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(world, "new_group", lambda backend: None)
-    monkeypatch.setattr(world, "_on_even_nodes", lambda found: found)
+    monkeypatch.setattr(world, "_on_even_nodes", lambda found, local: found)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     assert world.borrowed_world().device == torch.device("cuda", 3)

@@ -163,8 +163,7 @@ def borrowed_world() -> World:
 def _world(device: torch.device, meeting: Meeting | None, used: Sequence[int] | None) -> World:
     """The World of the process group. meeting: of the ranks, if the group was made for it. used: as of `join_world`.
 
-    A collective. Raises JointUserError if torchrun has started different numbers of ranks on machines: every rank
-    decides by itself which ranks share a machine, and all must decide alike.
+    A collective. Raises as `_on_even_nodes`.
     """
     num_ranks = dist.get_world_size()
     local = StartedRanks.at_hand().ranks_per_node if used else max(_number("LOCAL_WORLD_SIZE", num_ranks), 1)
@@ -172,6 +171,15 @@ def _world(device: torch.device, meeting: Meeting | None, used: Sequence[int] | 
     world = World(dist.get_rank(), num_ranks, by_node, device, new_group(backend="gloo"), new_group(backend="gloo"))
     if meeting is not None:
         world = replace(world, launch=meeting.launch, is_restarted=meeting.is_restarted)
+    return _on_even_nodes(world, local)
+
+
+def _on_even_nodes(world: World, local: int) -> World:
+    """The same world. local: how many ranks torchrun has started on this machine. A collective.
+
+    Raises JointUserError if machines have different numbers of ranks: every rank decides by itself which ranks share a
+    machine, and all must decide alike.
+    """
     counts = world.gather(local)
     if other := next((rank for rank, count in enumerate(counts) if count != counts[0]), 0):
         raise JointUserError(
