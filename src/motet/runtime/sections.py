@@ -26,6 +26,7 @@ from motet.dropout import drawing
 from motet.runtime.stage import Model, modules_by_phase
 from motet.runtime.tensors import Root
 from motet.schedule import PlannedStage, parts_of
+from motet.tensor_parallel import RowParts
 
 
 class CuttableBlock(Protocol):
@@ -58,7 +59,10 @@ class CuttableBackbone(Protocol):
     """The LLM in parts. `leave` returns the sum of the loss, and the number of targets.
 
     router_loss: that of routers in a pass whose loss has this gradient; None if there is none.
+    row_parts:   the rows that tensor-parallel ranks share; None if there are no such ranks.
     """
+
+    row_parts: RowParts | None
 
     def router_loss(self, sequences: PackedSequences, gradient: float | None = None) -> LossOfLayers | None: ...
     def enter(self, sequences: PackedSequences, features: dict[str, Tensor]) -> Tensor: ...
@@ -144,9 +148,11 @@ class BlockSpan:
 def spans_of(stage: PlannedStage, model: ModelSpec) -> Iterator[BlockSpan]:
     """The sections of a stage, in the order in which they run. What takes the loss is one of its own.
 
+    A stage whose passes run in one call has those of a stage without parts.
+
     Raises ArgumentError for parts of passes that are no blocks and no halves of blocks.
     """
-    for number, part in enumerate(parts_of(stage, model)):
+    for number, part in enumerate(parts_of(replace(stage, num_parts=1) if stage.has_halves else stage, model)):
         spans = list(_spans_of_part(part, model))
         if part.begins_inside:
             spans[0] = replace(spans[0], begins_inside=True)
