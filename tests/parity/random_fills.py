@@ -22,15 +22,15 @@ from motet.schedule.plan_units import units_in_bubbles
 
 
 def with_random_fills(plan: Plan, seed: int) -> Plan:
-    """The Plan with its encoders' passes whole, in blocks or in halves, in any order that can run. Where ranks share the
-    backbone's products, half of the Plans have fills inside its passes.
+    """The Plan with its encoders' passes whole, in blocks or in halves, in any order that can run.
 
-    Itself without bubbles.
+    Where ranks share the backbone's products, half of the Plans have fills inside its passes. Itself without bubbles.
     """
     if not units_in_bubbles(plan):
         return plan
     rng = np.random.default_rng((seed, 3))
-    is_inside = plan.unit_of(BACKBONE).tp > 1 and np.random.default_rng((seed, 5)).random() < 0.5
+    can_be_inside = plan.unit_of(BACKBONE).tp > 1 and plan.cluster.tensor_pieces == 1 and plan.filling == "static"
+    is_inside = can_be_inside and np.random.default_rng((seed, 5)).random() < 0.5
     program, encoders, fills = _in_parts(plan, rng, np.random.default_rng((seed, 4)), is_inside)
     filled = fill_bubbles(program, encoders, fills)
     needs, done, placed = Dependencies(filled), set(), []

@@ -222,7 +222,9 @@ class _RunningPlan:
             return [part for part in every if alone is None or part.module in alone & source.layers.keys()]
 
         self.messages = Messages(place, step.lanes, parts, self.tensors, step.like)
-        self.rows = cast(CuttableBackbone, modules_by_phase(model)[BACKBONE]).row_parts if BACKBONE in place.modules else None
+        self.rows = (
+            cast(CuttableBackbone, modules_by_phase(model)[BACKBONE]).row_parts if BACKBONE in place.modules else None
+        )
         self.reduced: set[int] = set()
         self.has_ended = False
 

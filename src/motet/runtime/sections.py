@@ -148,11 +148,9 @@ class BlockSpan:
 def spans_of(stage: PlannedStage, model: ModelSpec) -> Iterator[BlockSpan]:
     """The sections of a stage, in the order in which they run. What takes the loss is one of its own.
 
-    A stage whose passes run in one call has those of a stage without parts.
-
     Raises ArgumentError for parts of passes that are no blocks and no halves of blocks.
     """
-    for number, part in enumerate(parts_of(replace(stage, num_parts=1) if stage.has_halves else stage, model)):
+    for number, part in enumerate(parts_of(stage, model)):
         spans = list(_spans_of_part(part, model))
         if part.begins_inside:
             spans[0] = replace(spans[0], begins_inside=True)

@@ -140,10 +140,11 @@ def pieces_of(stage: PlannedStage, model: ModelSpec) -> list[tuple[str, int, int
 def parts_of(stage: PlannedStage, model: ModelSpec) -> tuple[PlannedStage, ...]:
     """A stage for each part of a stage's forward pass, with the part's blocks; its backward pass has them in reverse.
 
-    Parts are spans of blocks; if there are more parts than blocks, of pieces of blocks.
+    Parts are spans of blocks; if there are more parts than blocks, of pieces of blocks. Passes that run in one call are
+    one part.
     Raises ArgumentError for more parts than pieces.
     """
-    if stage.num_parts == 1:
+    if stage.num_parts == 1 or stage.has_halves:
         return (stage,)
     pieces = [(name, block, -1) for name, (first, stop) in stage.layers.items() for block in range(first, stop)]
     if stage.num_parts > len(pieces):
