@@ -252,7 +252,8 @@ class _RunningPlan:
 
     def execute(self, step: int, leave_out: Iterable[Kind] = ()) -> None:
         """Execute the row. leave_out: kinds that are not executed."""
-        clock, row = self.step.clock, self.place.row
+        clock, row, kind = self.step.clock, self.place.row, self.step.mesh.device.type
+        self.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         self.executor = Executor(row, self.handlers, clock, leave_out=leave_out, in_parts=_IN_PARTS)
         self.executor.run(step)
 
@@ -277,8 +278,12 @@ class _RunningPlan:
 
     def _reach(self, part: Action) -> None:
         """Run the row up to a later part of the pass that runs."""
-        deferred = self.step.deferred
-        with nullcontext() if deferred is None else deferred.into(None):  # What runs inside I leaves nothing to W.
+        deferred, (kind, dtype, is_on) = self.step.deferred, self.autocast
+        # What runs inside I leaves nothing to W. Backward runs in a thread of torch's on GPUs, which has no autocast.
+        with (
+            nullcontext() if deferred is None else deferred.into(None),
+            torch.autocast(kind, dtype, cache_enabled=False) if is_on else nullcontext(),
+        ):
             self.executor.reach(part)
 
     def forward(self, action: Action) -> None:
