@@ -122,10 +122,15 @@ def _all_reduced(x: Tensor, ranks: TensorRanks) -> Tensor:
 
 
 class RowParts:
-    """How hidden states between the branches of a module are: whole on all ranks or, in the block of `of`, in parts."""
+    """How hidden states between the branches of a module are: whole on all ranks or, in the block of `of`, in parts.
+
+    meanwhile: called while rows between branches are on their way: with True while they are summed, False while they
+               are gathered. It may run other work. None: nothing runs beside them.
+    """
 
     def __init__(self, ranks: TensorRanks) -> None:
         self.ranks, self.num_rows = ranks, 0
+        self.meanwhile: Callable[[bool], None] | None = None
 
     @contextmanager
     def of(self, num_rows: int) -> Iterator[None]:
@@ -193,7 +198,9 @@ class RowParts:
         padded = self._padded(rows)
         part = padded.new_empty(len(padded) // self.ranks.size, padded.shape[1])
         self.ranks.count(padded.nbytes)
-        dist.reduce_scatter_single(part, padded, group=self.ranks.group)
+        self._wait_for(
+            dist.reduce_scatter_single(part, padded, group=self.ranks.group, async_op=self.meanwhile is not None), True
+        )
         return part
 
     def _gathering(self) -> _Move:
@@ -203,8 +210,17 @@ class RowParts:
     def _gathered(self, part: Tensor, num_rows: int) -> Tensor:
         every = part.new_empty(self.ranks.size * len(part), part.shape[1])
         self.ranks.count(every.nbytes)
-        dist.all_gather_single(every, part.contiguous(), group=self.ranks.group)
+        part = part.contiguous()
+        self._wait_for(
+            dist.all_gather_single(every, part, group=self.ranks.group, async_op=self.meanwhile is not None), False
+        )
         return every[:num_rows]
+
+    def _wait_for(self, work: dist.Work | None, is_sum: bool) -> None:
+        if work is not None:
+            if self.meanwhile is not None:
+                self.meanwhile(is_sum)
+            work.wait()
 
 
 class RowLinear(nn.Linear):

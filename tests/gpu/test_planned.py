@@ -66,6 +66,7 @@ OF_FOUR = {
     "sequences that replicas share": test_split_plans.CASES[4],
     "ep": [*test_experts.SPREAD[4], *test_experts.SPREAD_IN_DATA_PARALLEL[4]],
     "ep and tp": test_experts.SPREAD_AND_DIVIDED[4],
+    "fills inside passes": test_tensor_parallel_plans.CASES_INSIDE,
 }
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from motet.core.plan import Fill, Plan
+from motet.core.workload import BACKBONE
 from motet.schedule import (
     EncoderPipeline,
     Kind,
@@ -23,12 +24,14 @@ from motet.schedule.plan_units import units_in_bubbles
 def with_random_fills(plan: Plan, seed: int) -> Plan:
     """The Plan with its encoders' passes whole, in blocks or in halves, in any order that can run.
 
-    Itself without bubbles.
+    Where ranks share the backbone's products, half of the Plans have fills inside its passes. Itself without bubbles.
     """
     if not units_in_bubbles(plan):
         return plan
     rng = np.random.default_rng((seed, 3))
-    program, encoders, fills = _in_parts(plan, rng, np.random.default_rng((seed, 4)))
+    can_be_inside = plan.unit_of(BACKBONE).tp > 1 and plan.cluster.tensor_pieces == 1 and plan.filling == "static"
+    is_inside = can_be_inside and np.random.default_rng((seed, 5)).random() < 0.5
+    program, encoders, fills = _in_parts(plan, rng, np.random.default_rng((seed, 4)), is_inside)
     filled = fill_bubbles(program, encoders, fills)
     needs, done, placed = Dependencies(filled), set(), []
     rows = [list(row) for row in program.actions]
@@ -48,10 +51,10 @@ def with_random_fills(plan: Plan, seed: int) -> Plan:
 
 
 def _in_parts(
-    plan: Plan, rng: np.random.Generator, in_halves: np.random.Generator
+    plan: Plan, rng: np.random.Generator, in_halves: np.random.Generator, is_inside: bool
 ) -> tuple[Program, tuple[EncoderPipeline, ...], list[Fill]]:
     """The backbone's Program, the encoder pipelines, and fills of their passes, whole or in parts of blocks."""
-    unfilled, encoders = fillable(plan)
+    unfilled, encoders = fillable(plan, split=is_inside)
     stages, fills = planned(plan).stages, []
     num_parts = [int(rng.integers(1, stage.num_layers + 1)) for stage in stages]
     for number, stage in enumerate(stages):

@@ -189,3 +189,31 @@ def test_a_run_goes_on_under_other_shares():
 def test_shared_copies_of_cut_parameters():
     """Hybrid sharding: a mesh of tensor-parallel ranks, copies and shards."""
     assert_planned(8, [PlannedCase(chain(ALL, dp=4, zero=3, shard_size=2), batch_size=4, tied=True)])
+
+
+def inside(seed, *, zero=0, schedule="1f1b", **options):
+    """Encoders in bubbles of a backbone with TP 2, with fills inside its passes, where this seed has them."""
+    cut = ({"backbone": 1},) * 4 if schedule in ("interleaved_1f1b", "zb_v") else ({"backbone": 2}, {"backbone": 2})
+    recompute = tuple({"backbone": 1} for _ in cut) if options.pop("recomputes", False) else ()
+    backbone = Unit("llm", cut, pp=2, tp=2, zero=zero, recompute=recompute)
+    image = Unit("image", ({"image": 3},), tp=options.pop("tp", 2), cp=options.pop("cp", 1), dp=2, zero=1)
+    audio = Unit("audio", ({"audio": 1}, {"audio": 1}), pp=2, tp=2, zero=0)
+    return PlannedCase((backbone, image, audio), schedule, num_layers=4, fill_seed=seed, **options)
+
+
+CASES_INSIDE = [
+    inside(4, family="qwen3", microbatch_size=2, tied=True),
+    inside(1, recomputes=True, dropout=0.2),
+    inside(3, schedule="zb_h1", batch_size=4),
+    inside(7, schedule="interleaved_1f1b", deferred_warmup=True, batch_size=4, family="phi3"),
+    inside(0, contents=("image",), frozen=("image encoder",), left_out=0.3),
+    inside(6, frozen=("backbone",), lora=("backbone",), tp=1, cp=2),
+    inside(11, zero=3, family="mixtral"),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: CASES_INSIDE}, {4: (0,)}))
+def test_fills_inside_passes(num_ranks, cases):
+    for case in cases:
+        assert any("." in fill.before and not fill.before.endswith(".0") for fill in case.plan().fills)
+    assert_planned(num_ranks, cases)

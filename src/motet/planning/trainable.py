@@ -161,12 +161,7 @@ def torchrun_words(cluster: Cluster) -> str:
 
 
 def _cut_block(plan: Plan) -> str:
-    """The first part of a pass that is not made of blocks and halves, such as "9F3.2 of fills"; "" if all are.
-
-    Parts of the backbone's passes are halves of layers and tensor-parallel communication.
-    """
-    if halves := [fill.before for fill in plan.fills if "." in fill.before]:
-        return f"{halves[0]} of fills"
+    """The first part of a pass that is not made of blocks and halves, such as "9F3.2 of fills"; "" if all are."""
     if not any("." in fill.action for fill in plan.fills):
         return ""
     stages = planned(plan).stages
@@ -180,7 +175,11 @@ def _cut_block(plan: Plan) -> str:
 
 
 def _in_stages(plan: Plan) -> dict[str, bool]:
+    inside, pieces = next((fill.before for fill in plan.fills if "." in fill.before), ""), plan.cluster.tensor_pieces
     return {
+        f"fills inside passes ({inside}) beside tensor_pieces {pieces}, in whose place they are; let it be 1": (
+            bool(inside) and pieces > 1 and plan.unit_of(BACKBONE).tp > 1
+        ),
         f"the order {plan.order!r} in {plan.precision}, of which its device states no peak": (
             plan.order != "given" and plan.precision not in plan.cluster.device.peak_flops
         ),

@@ -82,13 +82,13 @@ class DeferredWeights:
                     child.forward = partial(_forward, child, self, True)  # type: ignore[method-assign]
 
     @contextmanager
-    def into(self, products: list[WeightProduct]) -> Iterator[None]:
-        """In the block, backward passes add what waits to `products`."""
-        self._products = products
+    def into(self, products: list[WeightProduct] | None) -> Iterator[None]:
+        """In the block, backward passes add what waits to `products`; None: nothing waits."""
+        before, self._products = self._products, products
         try:
             yield
         finally:
-            self._products = None
+            self._products = before
 
     def waits(self, weight: nn.Parameter, rows: Tensor, gradient: Tensor, counts: Sequence[int] = ()) -> bool:
         """Keep a product, if the running backward pass says so."""

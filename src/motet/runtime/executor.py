@@ -6,18 +6,20 @@ The executor knows no model and no tensor. The handlers of F and B are in `passe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
-from motet.core.errors import ArgumentError, note_origin
+from motet.core.errors import ArgumentError, note_origin, origin_of
 from motet.runtime.clock import ActionClock
 from motet.schedule.program import Action, Kind, Program, Row
 
 Handler: TypeAlias = Callable[[Action], None]
 Hook: TypeAlias = Callable[[int, Action], None]
 """A function of an action's index in its row, and the action."""
+_Bound: TypeAlias = tuple[int, Action, str, Handler]
+"""An action's index in its row, the action, its module and its handler."""
 
 
 @dataclass(frozen=True)
@@ -98,17 +100,53 @@ class Executor:
                 )
             if action.part >= 0 and action.kind not in in_parts:
                 raise ArgumentError(f"{action} cannot be executed: it is a part, and {action.kind} is executed whole.")
-        self._bound = [(index, a, program.modules[a.stage], handlers[a.kind]) for index, a in actions]
+        self._bound: list[_Bound] = [(index, a, program.modules[a.stage], handlers[a.kind]) for index, a in actions]
+        self._left: Iterator[_Bound] = iter(self._bound)
+        self._step, self._before = 0, cast(Hook | None, None)
+        self._running: _Bound | None = None
 
     def run(self, step: int, before: Hook | None = None) -> None:
         """Execute every action. step: number of the step in the Timeline. before: called before each action."""
-        for index, action, module, handler in self._bound:
-            if before is not None:
-                before(index, action)
-            try:
-                self._clock.begin(action)
-                handler(action)
-                self._clock.end(action, step, module)
-            except Exception as error:
-                note_origin(error, action=f"{action} of step {step + 1}")
-                raise
+        self._left, self._step, self._before = iter(self._bound), step, before
+        for bound in self._left:
+            self._execute(bound)
+
+    def reach(self, part: Action) -> None:
+        """Go on with the row up to a later part of the pass that runs, and let that part begin.
+
+        A handler calls it that runs a pass in one call: what stands between its parts runs inside. Parts of the pass
+        have no handler called.
+        """
+        assert self._running is not None, "a pass runs"
+        self._end()
+        for bound in self._left:
+            if bound[1][:3] != part[:3]:
+                self._execute(bound)
+                continue
+            self._begin(bound)
+            if bound[1] == part:
+                return
+            self._end()
+        raise ArgumentError(f"{part} does not stand behind {self._running[1]} in the row.")
+
+    def _execute(self, bound: _Bound) -> None:
+        index, action, _, handler = bound
+        if self._before is not None:
+            self._before(index, action)
+        try:
+            self._begin(bound)
+            handler(action)
+            self._end()
+        except Exception as error:
+            if not origin_of(error).action:  # Else it is of what ran inside a pass.
+                note_origin(error, action=f"{action} of step {self._step + 1}")
+            raise
+
+    def _begin(self, bound: _Bound) -> None:
+        self._running = bound
+        self._clock.begin(bound[1])
+
+    def _end(self) -> None:
+        assert self._running is not None, "what ends has begun"
+        _, action, module, _ = self._running
+        self._clock.end(action, self._step, module)

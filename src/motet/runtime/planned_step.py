@@ -10,10 +10,11 @@ ranks at its STEP, or behind its row if nothing of its stages is trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -37,8 +38,9 @@ from motet.runtime.loss_scale import LossScale
 from motet.runtime.mesh import Mesh
 from motet.runtime.messages import Messages
 from motet.runtime.p2p import Lanes
+from motet.runtime.parted_pass import PartedPass
 from motet.runtime.place import Place
-from motet.runtime.sections import BlockSpan, Section, SectionedStage, SectionRun, spans_of
+from motet.runtime.sections import BlockSpan, CuttableBackbone, Section, SectionedStage, SectionRun, spans_of
 from motet.runtime.sent_bytes import by_kind
 from motet.runtime.stage import Model, modules_by_phase
 from motet.runtime.step import MadeRows, StepResult, update_if_finite
@@ -48,7 +50,7 @@ from motet.schedule.coordinates import Shares, comes_together
 from motet.schedule.plan_units import cuts_beside_sequences
 from motet.schedule.program import Action, Kind
 
-_IN_PARTS = (Kind.F, Kind.B)
+_IN_PARTS = (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W)
 _SENT = slice(3, 7)
 """Where the totals of a step have bytes sent by kind."""
 
@@ -109,8 +111,7 @@ class PlannedStep:
         self.groups.sent.clear()
         with self.held.whole():
             running = _RunningPlan(self, self._place_of(batches), batches)
-            row, handlers = running.place.row, running.handlers
-            Executor(row, handlers, self.clock, leave_out=leave_out, in_parts=_IN_PARTS).run(step)
+            running.execute(step, leave_out)
             running.end()
         totals = running.totals.tolist()  # The host waits here alone.
         sent_bytes = totals[_SENT]
@@ -142,7 +143,7 @@ class PlannedStep:
         with self.held.whole():
             place = self._place_of(batches).forward
             running = _RunningPlan(self, place, batches, model=model, trains=False, alone=alone)
-            Executor(place.row, running.handlers, self.clock, in_parts=_IN_PARTS).run(0)
+            running.execute(0)
         self.clock.take()  # Of no step.
         running.count_losses_once()
         dist.all_reduce(running.totals, group=self.mesh.group)
@@ -221,6 +222,9 @@ class _RunningPlan:
             return [part for part in every if alone is None or part.module in alone & source.layers.keys()]
 
         self.messages = Messages(place, step.lanes, parts, self.tensors, step.like)
+        self.rows = (
+            cast(CuttableBackbone, modules_by_phase(model)[BACKBONE]).row_parts if BACKBONE in place.modules else None
+        )
         self.reduced: set[int] = set()
         self.has_ended = False
 
@@ -246,13 +250,41 @@ class _RunningPlan:
         """The totals without the bytes: by them a step is finite."""
         return torch.cat([self.totals[: _SENT.start], self.totals[_SENT.stop :]])
 
+    def execute(self, step: int, leave_out: Iterable[Kind] = ()) -> None:
+        """Execute the row. leave_out: kinds that are not executed."""
+        clock, row, kind = self.step.clock, self.place.row, self.step.mesh.device.type
+        self.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        self.executor = Executor(row, self.handlers, clock, leave_out=leave_out, in_parts=_IN_PARTS)
+        self.executor.run(step)
+
     @property
     def handlers(self) -> Mapping[Kind, Handler]:
         """What each kind of action calls; built anew, as in `step.py`."""
         passes = {Kind.F: self.forward, Kind.R: self.recompute, Kind.B: self.backward}
         halves = {Kind.I: self.backward_input, Kind.W: self.backward_weight}
+        passes = {kind: partial(self._in_one_call, handler) for kind, handler in (passes | halves).items()}
         collectives = {Kind.GATHER: self.gather, Kind.GATHER_B: self.gather, Kind.REDUCE: self.reduce}
-        return {**passes, **halves, **self.messages.handlers, **collectives, Kind.STEP: self.update}
+        return {**passes, **self.messages.handlers, **collectives, Kind.STEP: self.update}
+
+    def _in_one_call(self, handler: Handler, action: Action) -> None:
+        """Run a pass, or a part of one; of parts of which the pass runs in one call, all at the first."""
+        stage = self.place.stages[action.stage]
+        if action.part < 0 or not stage.has_halves:
+            handler(action)
+            return
+        rows = self.rows if action.kind in (Kind.F, Kind.B, Kind.I) else None
+        with PartedPass(action, stage.num_parts, self._reach).beside(rows):
+            handler(action._replace(part=-1))
+
+    def _reach(self, part: Action) -> None:
+        """Run the row up to a later part of the pass that runs."""
+        deferred, (kind, dtype, is_on) = self.step.deferred, self.autocast
+        # What runs inside I leaves nothing to W. Backward runs in a thread of torch's on GPUs, which has no autocast.
+        with (
+            nullcontext() if deferred is None else deferred.into(None),
+            torch.autocast(kind, dtype, cache_enabled=False) if is_on else nullcontext(),
+        ):
+            self.executor.reach(part)
 
     def forward(self, action: Action) -> None:
         """Run a stage on what arrived."""

@@ -26,6 +26,7 @@ from motet.dropout import drawing
 from motet.runtime.stage import Model, modules_by_phase
 from motet.runtime.tensors import Root
 from motet.schedule import PlannedStage, parts_of
+from motet.tensor_parallel import RowParts
 
 
 class CuttableBlock(Protocol):
@@ -58,7 +59,10 @@ class CuttableBackbone(Protocol):
     """The LLM in parts. `leave` returns the sum of the loss, and the number of targets.
 
     router_loss: that of routers in a pass whose loss has this gradient; None if there is none.
+    row_parts:   the rows that tensor-parallel ranks share; None if there are no such ranks.
     """
+
+    row_parts: RowParts | None
 
     def router_loss(self, sequences: PackedSequences, gradient: float | None = None) -> LossOfLayers | None: ...
     def enter(self, sequences: PackedSequences, features: dict[str, Tensor]) -> Tensor: ...

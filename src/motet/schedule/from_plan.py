@@ -347,7 +347,7 @@ def _unfilled(layout: Layout, split: bool) -> tuple[Program, list[PlannedStage]]
     for number in backbone if split else ():
         num_parts = LAYER_PARTS * stages[number].num_layers
         program = split_parts(program, number, num_parts, num_parts if stages[number].has_backward else 1)
-        stages[number] = replace(stages[number], num_parts=num_parts)
+        stages[number] = replace(stages[number], num_parts=num_parts, has_halves=True)
     return program, stages
 
 

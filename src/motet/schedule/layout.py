@@ -35,7 +35,9 @@ MAX_PARTS = 16
 """Most parts of a module's pass in a "data_parallel" Program. It is enough to show which gathers overlap compute."""
 LAYER_PARTS = 4
 """Parts of a layer where the backbone's passes are split (Optimus Figure 3). Parts 1 and 3 are the layer's two halves,
-attention and MLP. Parts 0 and 2 are the tensor-parallel communication before each half."""
+attention and MLP. Parts 0 and 2 are the tensor-parallel communication before each half that other work may run beside:
+the sum of the half before it or, before the first half of a stage, the gather of its rows (`runtime/parted_pass.py`).
+"""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class PlannedStage:
     has_backward: whether the stage has a backward pass.
     trainable:    whether any parameter of the stage is updated.
     num_parts:    number of parts of its forward pass, and of its backward pass, in the Program; 1 is whole.
+    has_halves:   whether the parts are halves of layers and their communication (LAYER_PARTS). Such passes run in one
+                  call.
     index:        its index among the stages of its unit.
     begins_inside, ends_inside: of a part of a stage (`parts_of`): it is without the first half of its first block, and
                   without the second half of its last one.
@@ -83,6 +87,7 @@ class PlannedStage:
     has_backward: bool
     trainable: bool
     num_parts: int = 1
+    has_halves: bool = False
     index: int = 0
     begins_inside: bool = False
     ends_inside: bool = False
@@ -135,10 +140,11 @@ def pieces_of(stage: PlannedStage, model: ModelSpec) -> list[tuple[str, int, int
 def parts_of(stage: PlannedStage, model: ModelSpec) -> tuple[PlannedStage, ...]:
     """A stage for each part of a stage's forward pass, with the part's blocks; its backward pass has them in reverse.
 
-    Parts are spans of blocks; if there are more parts than blocks, of pieces of blocks.
+    Parts are spans of blocks; if there are more parts than blocks, of pieces of blocks. Passes that run in one call are
+    one part.
     Raises ArgumentError for more parts than pieces.
     """
-    if stage.num_parts == 1:
+    if stage.num_parts == 1 or stage.has_halves:
         return (stage,)
     pieces = [(name, block, -1) for name, (first, stop) in stage.layers.items() for block in range(first, stop)]
     if stage.num_parts > len(pieces):

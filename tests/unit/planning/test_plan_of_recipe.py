@@ -318,7 +318,7 @@ def test_units_close_up_where_ranks_between_them_are_left_over(recipe_file):
 
 @pytest.mark.parametrize(
     ("num_parts", "split", "part"),
-    [(1, False, ""), (2, False, ""), (3, False, ""), (4, False, ""), (5, False, "2F0.0"), (1, True, "0F0.0")],
+    [(1, False, ""), (2, False, ""), (3, False, ""), (4, False, ""), (5, False, "2F0.0"), (1, True, "")],
 )
 def test_parts_of_fills_are_run_if_they_are_blocks_or_halves_of_blocks(recipe_file, num_parts, split, part):
     recipe, (plan, *_) = candidates(recipe_file, 2, Pins(pp=2, tp=1, schedule="1f1b"), "run.batch_size=8")
@@ -330,6 +330,18 @@ def test_parts_of_fills_are_run_if_they_are_blocks_or_halves_of_blocks(recipe_fi
     assert obstacle(plan, recipe) == (
         part and f"parts of passes that are no blocks and no halves of blocks ({part} of fills)"
     )
+
+
+def test_fills_inside_passes_stand_in_for_products_in_pieces(recipe_file):
+    recipe, (plan, *_) = candidates(recipe_file, 2, Pins(pp=2, tp=1, schedule="1f1b"), "run.batch_size=8")
+    llm = Unit("llm", ({"backbone": 1}, {"backbone": 1}), pp=2, tp=2)
+    plan = replace(plan, units=(llm, Unit("encoders", ({"image": 1, "audio": 1},), dp=4)), microbatch_size=1)
+    where = replace(plan.cluster, ranks_per_node=4, device=replace(plan.cluster.device, overlaps=True))
+    plan = replace(plan, cluster=replace(where, tensor_pieces=2))
+    unfilled, pipelines = fillable(plan, split=True)
+    inside = replace(plan, fills=coarse_fills(unfilled.program, pipelines))
+    said = "fills inside passes (0F0.0) beside tensor_pieces 2, in whose place they are; let it be 1"
+    assert (obstacle(inside, recipe), obstacle(plan, recipe)) == (said, "")
 
 
 def test_a_recipe_is_planned_with_its_own_data(recipe_file):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from motet.core.errors import ArgumentError
+from motet.core.errors import ArgumentError, origin_of
 from motet.dispatch.route import Route
 from motet.runtime.clock import ActionClock
 from motet.runtime.exchanges import Exchanges
@@ -215,3 +215,42 @@ def test_a_stage_may_feed_one_that_feeds_another():
     Executor(own, StagePasses(own, stages, [one], exchanges, tensors, {"backbone": 1.0}).handlers, clock()).run(0)
     assert [stage.weight.grad.item() for stage in stages.values()] == [3 * 2 * 2, 3 * 2 * 2, 3 + 3 * 2 * 2]
     assert tensors.is_empty
+
+
+def test_a_pass_in_one_call_lets_what_stands_between_its_parts_run_inside():
+    row = [Action(0, Kind.F, 0, part) for part in range(4)]
+    row = row[:1] + [Action(1, Kind.F, 0)] + row[1:3] + [Action(1, Kind.F, 1)] + row[3:] + [Action(0, Kind.B, 0)]
+    program, called = RankProgram(tuple(row), {0: "backbone", 1: "image"}, {0: (), 1: ()}), []
+    timed = clock()
+
+    def forward(action):
+        called.append(f"{action} begins")
+        if action.stage == 0:
+            for part in (1, 3):
+                executor.reach(action._replace(part=part))
+                called.append(f"{action} goes on")
+        called.append(f"{action} ends")
+
+    executor = Executor(program, {Kind.F: forward, Kind.B: lambda action: None}, timed, in_parts=[Kind.F])
+    executor.run(step=4)
+    first, second = [["1F0 begins", "1F0 ends"], ["1F1 begins", "1F1 ends"]]
+    assert called == ["0F0.0 begins", *first, "0F0.0 goes on", *second, "0F0.0 goes on", "0F0.0 ends"]
+    spans = timed.take()
+    assert list(spans.action) == [str(action) for action in row]
+    assert (spans.start_s[1:] >= spans.end_s[:-1]).all() and set(spans.step) == {4}
+    assert list(spans.module) == ["backbone", "image", "backbone", "backbone", "image", "backbone", "backbone"]
+
+
+def test_an_error_inside_a_pass_is_of_the_action_that_has_it():
+    row = (Action(0, Kind.F, 0, 0), Action(1, Kind.F, 0), Action(0, Kind.F, 0, 1))
+
+    def forward(action):
+        if action.stage:
+            raise ValueError("no rows")
+        executor.reach(row[2])
+
+    program = RankProgram(row, {0: "backbone", 1: "image"}, {0: (), 1: ()})
+    executor = Executor(program, {Kind.F: forward}, clock(), in_parts=[Kind.F])
+    with pytest.raises(ValueError) as raised:
+        executor.run(step=0)
+    assert origin_of(raised.value).action == "1F0 of step 1"

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from motet.core.arrays import Float64Array
 from motet.core.plan import Unit
 from motet.planner.bubble_filling.backbone_bubbles import BackbonePipeline, backbone_of
@@ -18,7 +20,8 @@ from motet.schedule import PlannedStage, add_communication, add_data_parallel, s
 from motet.schedule.layout import LAYER_PARTS
 from motet.schedule.program import Program
 from motet.simulate.engine.simulate import Prepared, makespans, simulate
-from motet.simulate.engine.stage_times import Part, StageTimes
+from motet.simulate.engine.stage_times import StageTimes
+from motet.simulate.predict.pass_parts import halves_of_layers, share_beside
 from motet.simulate.predict.program_times import constant_times, times_in_islands
 from motet.simulate.predict.traffic import Traffic
 
@@ -29,12 +32,17 @@ MAX_TIMED_ISLANDS = 8
 
 
 class _Backbone(NamedTuple):
-    """times: of microbatches that are alike. slowdown: see above."""
+    """times: of microbatches that are alike. slowdown: see above.
+
+    beside_forward, beside_backward: per stage, the share of a pass's communication that encoders can run beside.
+    """
 
     stages: Sequence[PlannedStage]
     times: StageTimes
     program: Program
     slowdown: float
+    beside_forward: Float64Array
+    beside_backward: Float64Array
 
 
 class BackboneAlone:
@@ -88,30 +96,41 @@ class BackboneAlone:
         # 3. The slowest replica.
         prepared = Prepared(program)
         slowest_s = float(makespans(prepared, times, len(unlike)).max())
-        return _Backbone(stages, mean, program, slowest_s / simulate(prepared, mean).makespan_s)
+        beside = (np.array([share_beside(pricing, stage, kind) for stage in stages]) for kind in (False, True))
+        return _Backbone(stages, mean, program, slowest_s / simulate(prepared, mean).makespan_s, *beside)
 
     def _parted(self, backbone: _Backbone) -> _Backbone:
-        """The backbone with passes in the parts of `fillable`; unchanged if these are too many or leave no bubbles."""
-        stages, times, program, _ = backbone
-        num_parts = LAYER_PARTS * sum(stage.num_layers for stage in stages)
-        if not times.forward_tensor_s.any() or 2 * num_parts * self._plans.shape.num_microbatches > _MAX_PARTS:
+        """The backbone with passes in the parts of `fillable`; unchanged if these are too many or leave no bubbles.
+
+        What encoders cannot run beside is compute here.
+        """
+        stages, times, program = backbone[:3]
+        cluster, num_layers = self._plans.job.cluster, [stage.num_layers for stage in stages]
+        num_parts = LAYER_PARTS * sum(num_layers) * self._plans.shape.num_microbatches
+        is_beside = cluster.device.overlaps and cluster.tensor_pieces == 1 and backbone.beside_forward.any()
+        if not is_beside or 2 * num_parts > _MAX_PARTS:
             return backbone
-        forward = {number: _halves(stage.num_layers) for number, stage in enumerate(stages)}
+        forward = {number: halves_of_layers(num, 1.0) for number, num in enumerate(num_layers)}
         backward = {number: parts for number, parts in forward.items() if stages[number].has_backward}
         for stage, parts in forward.items():
             program = split_parts(program, stage, len(parts), len(backward.get(stage, "1")))
-        times = replace(times, forward_parts=forward, backward_parts=backward)
+        forward_tensor_s = backbone.beside_forward[:, None] * times.forward_tensor_s
+        backward_tensor_s = backbone.beside_backward[:, None] * times.backward_tensor_s
+        times = replace(
+            times,
+            forward_s=times.forward_s + times.forward_tensor_s - forward_tensor_s,
+            input_s=times.input_s + times.backward_tensor_s - backward_tensor_s,
+            forward_tensor_s=forward_tensor_s,
+            backward_tensor_s=backward_tensor_s,
+            forward_parts=forward,
+            backward_parts=backward,
+        )
         return backbone._replace(times=times, program=program)
 
 
 def _recompute_key(units: Sequence[Unit]) -> tuple[tuple[tuple[str, int], ...], ...]:
     """The backbone's recomputation: all that tells apart what it takes alone."""
     return tuple(tuple(stage.items()) for stage in units[0].recompute)
-
-
-def _halves(num_layers: int) -> tuple[Part, ...]:
-    half = 1 / (2 * num_layers)
-    return (Part(half, "tensor"), Part(half)) * (2 * num_layers)
 
 
 def _mean(times: StageTimes, num_unlike: int, replicas: Sequence[int], constant: StageTimes) -> StageTimes:

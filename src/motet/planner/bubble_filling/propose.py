@@ -261,7 +261,7 @@ class _Filler:
 
     def candidates(self, fitted: FittedPlan, filling: Filling, limit_s: float) -> list[Candidate]:
         """The plan finely placed, and otherwise if that differs and is estimated to take less than limit_s: between
-        passes of the backbone, as training runs them, and coarsely."""
+        passes of the backbone alone, which ragged microbatches may like better, and coarsely."""
         fine, others = self._thinned(fitted, filling), {"coarse": self._fill(fitted, 0).coarse}
         if any(map(is_inside_pass, fine.fills)):
             between = self._fill(fitted, _HALVES, is_inside=False)

@@ -106,33 +106,38 @@ class _Shares:
 
     first, count:     [num_stages]: the parts of a stage are first, ..., first + count - 1; count 0 is without shares.
     has_tensor:       [num_stages], whether tensor-parallel communication is in parts of its own.
+    held_tensor:      [num_stages], the share of it that is in none: the other parts end with it.
     share, on_tensor: of each part.
     """
 
     def __init__(self, name: str, parts: Mapping[int, tuple[Part, ...]], num_stages: int) -> None:
         self.first, self.count = (np.zeros(num_stages, dtype=np.int64) for _ in range(2))
         self.has_tensor = np.zeros(num_stages, dtype=np.bool_)
+        self.held_tensor = np.ones(num_stages)
         flat: list[Part] = []
         starts: dict[tuple[Part, ...], int] = {}
-        streams: dict[tuple[Part, ...], set[str]] = {}
+        on_tensor: dict[tuple[Part, ...], list[float]] = {}
         for stage, slices in parts.items():
             if not 0 <= stage < num_stages:
                 raise ArgumentError(f"{name} has stage {stage}; there are {num_stages}, numbered from 0.")
             if slices not in starts:
                 _check_shares(f"{name} of stage {stage}", slices)
-                starts[slices], streams[slices] = len(flat), {part.stream for part in slices}
+                starts[slices] = len(flat)
+                on_tensor[slices] = [part.share for part in slices if part.stream == "tensor"]
                 flat += slices
             self.first[stage], self.count[stage] = starts[slices], len(slices)
-            self.has_tensor[stage] = "tensor" in streams[slices]
+            self.has_tensor[stage] = bool(on_tensor[slices])
+            self.held_tensor[stage] = max(1.0 - sum(on_tensor[slices]), 0.0)
         self.share: Float64Array = np.array([part.share for part in flat] or [1.0])
         self.on_tensor = np.array([part.stream == "tensor" for part in flat] or [False])
 
 
 def _check_shares(name: str, slices: tuple[Part, ...]) -> None:
-    for stream in ("compute", "tensor"):
-        shares = [part.share for part in slices if part.stream == stream]
-        if (shares or stream == "compute") and not (abs(sum(shares) - 1) < 1e-6 and min(shares) >= 0):
-            raise ArgumentError(f"{name}: the shares of {stream} are {shares}; they must be at least 0 and sum to 1.")
+    computed, sent = ([part.share for part in slices if part.stream == stream] for stream in ("compute", "tensor"))
+    if not (abs(sum(computed) - 1) < 1e-6 and min(computed) >= 0):
+        raise ArgumentError(f"{name}: the shares of compute are {computed}; they must be at least 0 and sum to 1.")
+    if not (sum(sent) < 1 + 1e-6 and min(sent, default=0) >= 0):
+        raise ArgumentError(f"{name}: the shares of tensor are {sent}; they must be at least 0, and at most 1 in sum.")
 
 
 class _Spread:
@@ -176,7 +181,8 @@ class _Spread:
         if tensor.any():
             tensor_s = _times(tensor[stage, microbatch], share)
             self.held_s[rows[on_tensor]] = tensor_s[on_tensor]
-            self.tensor_s[rows] = np.where((has_share & shares.has_tensor[stage])[:, None], 0.0, tensor_s)
+            held = np.where(has_share, ~on_tensor * shares.held_tensor[stage], 1.0)
+            self.tensor_s[rows] = tensor_s * held[:, None]
         else:
             self.held_s[rows[on_tensor]] = 0.0
         self.stream[rows[on_tensor]] = TENSOR

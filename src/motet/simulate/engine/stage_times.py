@@ -16,6 +16,8 @@ from motet.core.errors import ArgumentError
 class Part(NamedTuple):
     """A part of a pass: its share of the pass's compute seconds, or of its tensor-parallel communication.
 
+    The shares of compute sum to 1. What no part has of the communication is at the ends of the parts that compute.
+
     Example:
         >>> from motet.schedule import one_f_one_b, split_parts
         >>> from motet.simulate import simulate

@@ -27,6 +27,8 @@ class LayerPrice:
     """The price of one layer: columns [num_replicas * num_microbatches] of its unit, replica by replica.
 
     whole:     what all ranks compute that share a replica's work. work: what the busiest of them does.
+    tensor_s:  communication of ranks that share products and experts, in one pass.
+    beside_s:  of it, that beside which other work can run (`pass_parts.py`).
     context:   the exchange of rows between context-parallel ranks in attention.
     """
 
@@ -34,6 +36,7 @@ class LayerPrice:
     work: Work
     seconds: LayerSeconds
     tensor_s: Float64Array
+    beside_s: Float64Array
     context: ContextPrice
 
 
@@ -107,6 +110,7 @@ class LayerPricing:
         if unit.tp > 1:
             groups = self.plan.cluster.unlike(unit.groups(unit.tp))
             tensor_s = np.max([self.cost.tensor_seconds(layer, work, ranks) for ranks in groups], axis=0)
+        beside_s = 0.5 * tensor_s  # Sums of products, which take as long as gathers of rows.
         if unit.ep > 1 and layer.num_experts:
             tensor_s = tensor_s + self._experts_s(unit, layer, work.rows)
         context = self._context.price(name, layer)
@@ -117,7 +121,7 @@ class LayerPricing:
             seconds, tensor_s = self._with_experts_shared(unit, layer, work, seconds, tensor_s)
         if layer.attention is not None and items.cuts is not None:
             seconds = self._met(seconds, items)
-        return LayerPrice(self.work.of_replicas(name, layer), work, seconds, tensor_s, context)
+        return LayerPrice(self.work.of_replicas(name, layer), work, seconds, tensor_s, beside_s, context)
 
     def _met(self, seconds: LayerSeconds, items: ModuleAssignment) -> LayerSeconds:
         """Seconds of a layer in whose attention all replicas wait for each other where they share sequences."""

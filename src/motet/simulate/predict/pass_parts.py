@@ -6,10 +6,10 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from motet.core.spec import ModelSpec
+from motet.core.workload import BACKBONE
 from motet.cost.flops import attention_shares
 from motet.cost.memory import StageLayer
 from motet.schedule import PlannedStage, parts_of, pieces_of
-from motet.schedule.coordinates import host_of
 from motet.schedule.layout import LAYER_PARTS
 from motet.simulate.engine.stage_times import Part
 
@@ -21,18 +21,40 @@ def parts_of_pass(pricing: Pricing, stage: PlannedStage, backward: bool) -> tupl
     """The parts of a stage's pass, in execution order.
 
     A part is a group of blocks in data parallelism, and of blocks or halves of blocks of encoders in bubbles; it
-    is a half of a layer or its communication in a backbone whose bubbles are filled. In backward, a part takes no
-    time if it is frozen and passes no gradient on. Finer parts of encoders, which training refuses, are equal.
+    is a half of a layer, or communication, in a backbone whose passes are filled (`halves_of_layers`). In backward, a
+    part takes no time if it is frozen and passes no gradient on. Finer parts of encoders, which training refuses, are
+    equal.
     """
-    in_bubbles = host_of(pricing.layout, stage.unit) is not stage.unit
-    if in_bubbles and is_finer(stage, pricing.plan.model):
+    if stage.has_halves:
+        return halves_of_layers(stage.num_layers, share_beside(pricing, stage, backward))
+    if is_finer(stage, pricing.plan.model):
         return (Part(1 / stage.num_parts),) * stage.num_parts
-    if pricing.plan.schedule != "data_parallel" and not in_bubbles:
-        num_halves = 2 * (stage.num_parts // LAYER_PARTS)
-        return (Part(1 / num_halves, "tensor"), Part(1 / num_halves)) * num_halves
     seconds = [_part_s(pricing, stage, part, backward) for part in parts_of(stage, pricing.plan.model)]
     shares = [second / sum(seconds) if sum(seconds) else 1 / len(seconds) for second in seconds]
     return tuple(Part(share) for share in (reversed(shares) if backward else shares))
+
+
+def halves_of_layers(num_layers: int, beside: float) -> tuple[Part, ...]:
+    """The parts of layers whose halves are alike (`LAYER_PARTS`). beside: as of `share_beside`."""
+    num_halves = LAYER_PARTS // 2 * num_layers
+    return (Part(beside / num_halves, "tensor"), Part(1 / num_halves)) * num_halves
+
+
+def share_beside(pricing: Pricing, stage: PlannedStage, backward: bool) -> float:
+    """The share of a pass's communication that other work can run beside (`runtime/parted_pass.py`).
+
+    Of each half of a layer of the backbone it is one collective of two. All the rest is waited for: exchanges of
+    context-parallel ranks and with those of experts, and in backward also what is computed again.
+    """
+    total_s = beside_s = 0.0
+    for placed, count in Counter(pricing.layers(stage)).items():
+        name = "backward_tensor" if backward else "forward_tensor"
+        passes = pricing.layer_pricing.of_passes(placed, stage.unit.tp)
+        if name in passes:
+            total_s += count * float(passes[name].sum())
+            if placed.module == BACKBONE and placed.layer.attention is not None:
+                beside_s += count * float(pricing.layer_pricing.price(BACKBONE, placed.layer).beside_s.sum())
+    return beside_s / total_s if total_s else 0.0
 
 
 def is_finer(stage: PlannedStage, model: ModelSpec) -> bool:

@@ -92,13 +92,22 @@ def test_fine_placement_is_no_slower_than_coarse():
 
 
 def test_what_runs_inside_passes_stands_beside_the_same_between_passes():
-    """Training runs the second."""
     given = job(model(audio=True))
     inside, between, *_ = proposals(given, Pins(tp=4, pp=2))[0]
     assert any(map(is_inside_pass, inside.plan.fills))
     assert between.plan.units == inside.plan.units
     assert not any("." in fill.before for fill in between.plan.fills)
-    assert between.estimate_s == pytest.approx(predicted(given, between).step_s, rel=0.02)
+    for one in (inside, between):
+        assert one.estimate_s == pytest.approx(predicted(given, one).step_s, rel=0.02)
+
+
+@pytest.mark.parametrize("is_blocking", [False, True])
+def test_nothing_runs_inside_passes_that_wait_or_communicate_in_pieces(is_blocking):
+    given = job(model(audio=True))
+    blocking = replace(given.cluster, device=replace(given.cluster.device, overlaps=False))
+    cluster = blocking if is_blocking else replace(given.cluster, tensor_pieces=2)
+    found, _ = proposals(replace(given, cluster=cluster, cost=Analytic(cluster)), Pins(tp=4, pp=2))
+    assert found and not any(map(is_inside_pass, found[0].plan.fills))
 
 
 def test_fills_before_and_behind_passes_name_whole_ones():

@@ -129,6 +129,21 @@ def test_other_work_runs_beside_tensor_parallel_parts(overlap, filled, backend):
 
 
 @BACKENDS
+def test_communication_that_is_in_no_part_is_at_the_end_of_those_that_compute(backend):
+    parts = (Part(0.25, "tensor"), Part(0.5), Part(0.25, "tensor"), Part(0.5))
+    program = split_parts(gpipe(1, 1, has_backward=[False]), 0, 4, 1)
+    times = replace(stage_times([2], [0]), forward_tensor_s=np.array([[4.0]]), forward_parts={0: parts})
+    assert spans(simulate(program, times, backend=backend)) == {
+        ("0F0.0", "tensor"): (0.0, 1.0),
+        ("0F0.1", "compute"): (1.0, 2.0),
+        ("0F0.1", "tensor"): (2.0, 3.0),
+        ("0F0.2", "tensor"): (3.0, 4.0),
+        ("0F0.3", "compute"): (4.0, 5.0),
+        ("0F0.3", "tensor"): (5.0, 6.0),
+    }
+
+
+@BACKENDS
 def test_a_rank_does_not_communicate_ahead_for_its_next_pass(backend):
     parts = (Part(1.0, "tensor"), Part(1.0))
     program = gpipe(1, 2, has_backward=[False])

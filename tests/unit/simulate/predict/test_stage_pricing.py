@@ -230,15 +230,40 @@ def test_halves_of_blocks_divide_what_blocks_take_by_operations(num_parts, recom
     assert (held > held_in_blocks).any() == (recompute > 0 and num_parts > 4), "inputs of recomputed MLPs are kept"
 
 
-def test_the_backbones_slices_are_halves_of_layers_each_after_its_communication():
+@pytest.mark.parametrize("num_recomputed", [0, 3])
+def test_of_the_communication_of_halves_of_layers_work_can_run_beside_their_sums(num_recomputed):
+    """Not beside gathers, what is recomputed, the output layer, or layers of another module."""
     made = plan(
-        Unit("llm", ({"audio": 3, "backbone": 4}, {"backbone": 4}), pp=2), Unit("image", ({"image": 4},), dp=2),
-        batch_size=2,
-        fills=(Fill(0, "2F0", "0F0.0"), Fill(1, "3F1", "1F0.1"), Fill(0, "2B0"), Fill(1, "3B1")),
-    )  # fmt: skip
+        Unit(
+            "llm",
+            ({"audio": 3, "backbone": 3}, {"backbone": 3}, {"backbone": 2}),
+            pp=3,
+            tp=2,
+            recompute=({}, {"backbone": num_recomputed}, {}),
+        ),
+        Unit("image", ({"image": 4},), dp=3, tp=2),
+        batch_size=3,
+        fills=(
+            *(Fill(0, "3F0", "0F0.0"), Fill(1, "4F1", "1F0.1"), Fill(2, "5F2", "2F0.2")),
+            *(Fill(0, "3B0"), Fill(1, "4B1"), Fill(2, "5B2")),
+        ),
+    )
     pricing, _ = priced(made)
-    assert pricing.parts(pricing.planned.stages[1]) == (Part(1 / 8, "tensor"), Part(1 / 8)) * 8
-    assert len(pricing.parts(pricing.planned.stages[0], backward=True)) == 4 * 7
+    whole, middle, last = pricing.planned.stages[:3]
+    assert pricing.parts(middle) == (Part(0.5 / 6, "tensor"), Part(1 / 6)) * 6
+    of_backward = 0.5 / (2 if num_recomputed else 1)
+    assert sum(part.share for part in pricing.parts(middle, backward=True)[::2]) == pytest.approx(of_backward)
+    for stage in (whole, last):
+        parts, layers = pricing.parts(stage), pricing.layers(stage)
+        by_layer = [
+            one.layer.output_width * TENSOR_S * pricing.layer_pricing.price(one.module, one.layer).work.rows.sum()
+            for one in layers
+        ]
+        beside = sum(
+            s / 2 for one, s in zip(layers, by_layer) if one.module == "backbone" and one.layer.attention is not None
+        )
+        assert sum(part.share for part in parts[::2]) == pytest.approx(beside / sum(by_layer))
+    assert len(pricing.parts(whole, backward=True)) == 4 * 6
 
 
 def test_parts_of_data_parallel_passes_take_what_their_blocks_take():
