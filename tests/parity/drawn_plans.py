@@ -109,7 +109,7 @@ _OPTIONS = {
     "chunks": lambda rng: int(rng.choice([1, 2, 3])),
     "exchange": lambda rng: str(rng.choice(["auto", "group_cast", "all_gather", "ulysses"])),
     "head_groups": lambda rng: int(rng.choice([1, 2])),
-    "nodes": lambda rng: (int(rng.integers(0, 3)), int(rng.integers(2, 4))) if rng.random() < 0.6 else (0, 0),
+    "nodes": lambda rng: (int(rng.integers(0, 3)), int(rng.integers(2, 4))) if rng.random() < 0.05 else (0, 0),
 }
 """Field of a PlannedCase -> how it is drawn for a case. Each has random numbers of its own, so that a new field leaves
 the others as they were.
