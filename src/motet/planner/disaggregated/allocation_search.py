@@ -118,7 +118,8 @@ class _Table(NamedTuple):
             most = np.where(unit.kept_bytes[row] > 0, np.floor(free_bytes / unit.kept_bytes[row]), np.inf)
         depth = unit.pp[row]
         fits = (free_bytes >= 0) & (most >= np.minimum(depth, limits.batch_size // size))
-        row, dp, ranks, most, depth = (column[fits] for column in (row, dp, ranks, most, depth))
+        row, dp, ranks, depth = (column[fits] for column in (row, dp, ranks, depth))
+        most = most[fits]
         return _Rows(unit.side, row, dp, ranks, depth, most, unit.pass_s[row], unit.stage_s[row], unit.once_s[row])
 
     def _shared(self, size: int, limits: Limits) -> tuple[Int64Array, Int64Array]:
