@@ -502,6 +502,17 @@ def test_pipelines_are_measured_too(tmp_path, monkeypatch):
     assert not (tmp_path / "data/run").exists()
 
 
+@pytest.mark.slow
+def test_plans_that_leave_over_ranks_are_measured_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = write_tiny_job(tmp_path / "data")
+    pins = "--pin", "strategy=chain", "--pin", "pp=2", "--pin", "schedule=1f1b", "--pin", "recompute=none"
+    done = motet_on_ranks(3, "plan", recipe, "--measure", "1", "--out", "tiny.json", *pins)
+    assert done.returncode == 0, done.stderr
+    best = next(line for line in done.stdout.splitlines() if re.match(rf"chain.*{A_STEP}", line))
+    assert len(re.findall(A_STEP, best)) == 2 and best.split()[-1] == "2"
+
+
 def test_other_ranks_than_those_at_hand_are_named(tmp_path):
     recipe = write_tiny_job(tmp_path / "data")
     done = motet_on_ranks(2, "plan", recipe, "--measure", "2", "--cluster", "cpu", "--ranks-per-node", "4")

@@ -157,6 +157,15 @@ def test_a_plan_that_cannot_be_is_one_sentence_with_its_file(refused, change, sa
     assert refused(**change).startswith(said)
 
 
+def test_fills_that_cannot_run_are_one_sentence_with_the_file_and_the_field(refused):
+    llm = {"name": "llm", "stages": [{"backbone": 1}, {"backbone": 2}], "pp": 2}
+    encoders = [{"name": name, "stages": [{name: 2}], "dp": 2} for name in ("image", "audio")]
+    said = refused(units=[llm, *encoders], fills=[{"rank": 0, "action": "2F0"}])
+    assert said == (
+        "/plan.json: 'fills': no fill says where the forward passes of stage 3 run; every pass needs a place."
+    )
+
+
 def test_a_dry_run_refuses_what_does_not_agree(refused):
     assert "is for run.batch_size = 6, and the recipe has 12" in refused("run.batch_size=12", options=["--dry-run"])
     said = refused("model.backbone.config.num_hidden_layers=4", options=["--dry-run"])

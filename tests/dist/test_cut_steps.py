@@ -54,6 +54,12 @@ def test_losses_are_those_of_whole_sequences(tmp_path, bad, options):
         assert sum(step["degrees"].values()) == step["sequences"] and step["microbatches"] == 1
         assert set(step["degrees"]) <= {"2", "3"} and bool(step["rows"]) == bool(step["sequences"])
     images = [step["items"]["image"] for step in told if "image" in step["items"]]
+    assert all(step["cuts"] == [] for step in whole)
+    for step in cut:  # Each by itself, and in sum.
+        of_images = [item for item in step["cuts"] if item["module"] == "image"]
+        told_of = (step["balance"]["cut"] or {"items": {}})["items"].get("image", {"cut": 0, "length": 0})
+        assert (len(of_images), sum(item["length"] for item in of_images)) == (told_of["cut"], told_of["length"])
+        assert all(item["ranks"] in (2, 3) for item in step["cuts"])
     assert len(images) >= 2 and all(of["cut"] == sum(of["degrees"].values()) and of["length"] > 0 for of in images)
 
 
@@ -67,6 +73,8 @@ def test_auto_cuts_where_it_is_predicted_to_be_faster_and_says_what_it_gains(tmp
     cut = [step for step in steps if step["methods"] == {"split": 1}]
     assert len(cut) >= 3 and all(step["cut"]["gained_s"] > 0 for step in cut)
     assert all("cut (" in step["why"]["split"] and "rows over" in step["why"]["split"] for step in cut)
+    items = [item for step in metrics(tmp_path / "auto") for item in step["cuts"]]
+    assert len(items) >= 3 and all(item["gain_s"] > 0 and "rows over" in item["why"] for item in items)
     assert any(" cut over ranks" in line for line in said[0].splitlines())
     # A link that takes as long as the step leaves sequences whole.
     slow = ("balance.speed={ device_tflops = 1e-6, link_latency_us = 1e9 }",)

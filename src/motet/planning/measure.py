@@ -42,7 +42,7 @@ from motet.planning.job import JobOptions, job_of_recipe
 from motet.planning.measured_memory import BlockFigures, Refitted, recompute_more
 from motet.planning.plan_of_recipe import recipe_of_plan
 from motet.planning.planned_recipe import read_job_recipe
-from motet.planning.trainable import obstacle_in, on_all_ranks
+from motet.planning.trainable import obstacle_in
 from motet.planning.trial import OutOfMemory, Trials, TrialTask, open_trials
 from motet.train.input.feed import Feed, StepRange
 from motet.train.job import build_job
@@ -61,19 +61,21 @@ WARM_UP, REPEATS = 2, 5
 class Steps:
     """What a rank runs. examples: indices of the batch's examples, int64 [batch_size].
 
-    plan: with stages, to train under; None: the recipe says how it trains.
+    plan: with stages, to train under; None: the recipe says how it trains. used: the ranks that run, ascending; None:
+    all of them.
     """
 
     recipe: Recipe
     examples: Int64Array
     plan: Plan | None = None
+    used: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class RunnablePlans:
     """The plans that training can run, which the first rank sends to all.
 
-    indices: of the plans in the results of the search. names, recipes, plans, figures: of the same plans.
+    indices: of the plans in the results of the search. names, recipes, plans, used, figures: of the same plans.
     plans:   those with stages, or with ranks that share products; None for others, which recipes say. Figures are of
              the latter.
     examples: of their batch.
@@ -83,6 +85,7 @@ class RunnablePlans:
     names: Sequence[str]
     recipes: Sequence[Recipe]
     plans: Sequence[Plan | None]
+    used: Sequence[tuple[int, ...]]
     figures: Sequence[BlockFigures | None]
     examples: Int64Array
 
@@ -131,8 +134,8 @@ def plan_measured(request: MeasureRequest, outputs: PlanOutputs) -> None:
             if world.is_first:
                 job, recipe = _job(request, world), load_recipe(request.recipe, request.overrides, trains=False)
                 recipe.check_weights()
-                pins, obstacle = request.pins, on_all_ranks(obstacle_in(recipe))
-                found = find_plans(job, pins, Quota(request.num_plans, lambda plan: not obstacle(plan)))
+                obstacle = obstacle_in(recipe)
+                found = find_plans(job, request.pins, Quota(request.num_plans, lambda plan: not obstacle(plan)))
                 plans = [each.candidate.plan for each in (found.best, *found.results[1:])]
                 obstacles = {index: obstacle(plan) for index, plan in enumerate(plans)}
                 runnable = _runnable(found, obstacles, recipe)
@@ -172,7 +175,7 @@ def _measured_candidate(job: Job, simulated: SimulatedCandidate, measured: Measu
 def run_steps(meeting: Meeting, steps: Steps) -> MeasuredSteps:
     """Real steps of one batch on this rank; seconds are without those of warm-up: a `TrialTask`."""
     recipe = steps.recipe
-    with join_world(recipe.run.device, meeting) as world, ExitStack() as cleanup:
+    with join_world(recipe.run.device, meeting, used=steps.used) as world, ExitStack() as cleanup:
         before_bytes = peak_memory_bytes(world.device)
         chosen = None if steps.plan is None else ChosenPlan(steps.plan, Path("The plan"), lambda _: "motet plan")
         job = build_job(recipe, world, "never", lambda _: None, cleanup, chosen)
@@ -194,14 +197,15 @@ def run_steps(meeting: Meeting, steps: Steps) -> MeasuredSteps:
 def _measure(runnable: RunnablePlans, num_plans: int, world: World, folder: str) -> dict[int, MeasuredPlan | None]:
     """The plans that ran, by index in the results; None if a rank ran out of memory with everything recomputed."""
     measured: dict[int, MeasuredPlan | None] = {}
-    columns = runnable.indices, runnable.names, runnable.recipes, runnable.plans, runnable.figures
+    columns = runnable.indices, runnable.names, runnable.recipes, runnable.plans, runnable.used, runnable.figures
     with open_trials(world, __name__) as trials, _progress(world, min(num_plans, len(runnable.indices))) as show:
-        for index, name, recipe, plan, figures in zip(*columns, strict=True):
+        for index, name, recipe, plan, used, figures in zip(*columns, strict=True):
             done = sum(each is not None for each in measured.values())
             if done == num_plans:
                 break
             show(name, done)
-            measured[index] = measure_plan(trials, Steps(_apart(recipe, folder), runnable.examples, plan), figures)
+            steps = Steps(_apart(recipe, folder), runnable.examples, plan, used)
+            measured[index] = measure_plan(trials, steps, figures)
     if all(plan is None for plan in measured.values()):
         raise JointUserError(
             f"--measure: of {counted_words(len(measured), 'plan')} that training can run each ran out of memory in a "
@@ -223,7 +227,7 @@ def measure_plan(
 
     def run(recipe: Recipe) -> int | None:
         try:
-            of_ranks = trials.run(task, replace(steps, recipe=recipe))
+            of_ranks = trials.run(task, replace(steps, recipe=recipe), steps.used)
         except OutOfMemory:
             return None
         step_s = float(np.median(np.max([rank.seconds for rank in of_ranks], axis=0)))
@@ -314,6 +318,7 @@ def _runnable(found: SearchResult, obstacles: Mapping[int, str], recipe: Recipe)
         [candidates[index].what for index in indices],
         [_undecided(recipe) if own else recipe_of_plan(plan, recipe) for plan, own in zip(plans, in_stages)],
         [None if is_said else plan for plan, is_said in zip(plans, said)],
+        [tuple(sorted(plan.ranks)) for plan in plans],
         [BlockFigures.of(job, plan) if is_said else None for plan, is_said in zip(plans, said)],
         job.workload.choose(job.batch_size, np.random.default_rng(job.seed)),
     )

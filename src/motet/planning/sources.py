@@ -25,7 +25,7 @@ from motet.core.workload import Workload
 from motet.cost.catalogue import cluster
 from motet.data.order import GlobalOrder, ListedOrder, MixedOrder
 from motet.planning.planned_recipe import read_job_recipe
-from motet.schedule import check_fit
+from motet.schedule import check_fills, check_fit
 
 if TYPE_CHECKING:
     from motet.data.examples import Examples
@@ -65,7 +65,8 @@ def plan_at(
     recipes: list[tuple[Path, Recipe | None]] | None = None,
     overrides_of: Callable[[Path], Sequence[str]] = lambda recipe: (),
 ) -> Plan:
-    """A plan file, whose Plan fits its own model and cluster. Raises UserError, which names the file.
+    """A plan file, whose Plan fits its own model and cluster, and has fills that can run, if any. Raises UserError,
+    which names the file.
 
     recipes:      gets the recipe that the file names as its model, if it does: None if it is of shapes alone.
     overrides_of: such a recipe -> what is set in it, as by `--set`.
@@ -82,10 +83,14 @@ def plan_at(
         return read.model
 
     plan = read_plan(plan_file, model_at=model_at, cluster_named=cluster)
+    where = str(plan_file)
     try:
         check_fit(plan)
+        if plan.fills:
+            where = f"{plan_file}: 'fills'"
+            check_fills(plan)
     except UserError as error:
-        raise UserError(f"{plan_file}: {error}") from error
+        raise UserError(f"{where}: {error}") from error
     return plan
 
 

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple
@@ -53,13 +53,16 @@ class Trials:
         self._world, self._address, self._number = world, address, 0
         self._context = mp.get_context("forkserver")
 
-    def run(self, task: TrialTask, argument: Any) -> list[Any]:
-        """What the task returned on every rank.
+    def run(self, task: TrialTask, argument: Any, used: Collection[int] | None = None) -> list[Any]:
+        """What the task returned on every rank that it ran on.
 
+        used: these ranks, which its Meeting numbers anew, in order; None: all.
         Raises, on all ranks alike, OutOfMemory; JointUserError for a UserError; RuntimeError for anything else.
         """
         receiver, sender = self._context.Pipe(duplex=False)
-        identity = (*self._address, self._number, self._world.rank, self._world.num_ranks)
+        ranks = sorted(range(self._world.num_ranks) if used is None else used)
+        rank = ranks.index(self._world.rank) if self._world.rank in ranks else None
+        identity = (*self._address, self._number, rank, len(ranks))
         process = self._context.Process(target=_run_task, args=(task, argument, identity, sender))
         self._number += 1
         process.start()
@@ -72,7 +75,8 @@ class Trials:
             process.kill()
             process.join()
             receiver.close()
-        return _answers(outcomes)
+        answers = _answers(outcomes)
+        return [answers[rank] for rank in ranks]
 
     def _gather_outcomes(self, process: Any, receiver: Connection) -> list[RankOutcome | None]:
         """The outcome on every rank; None for a rank that was still running when others had failed."""
@@ -102,10 +106,16 @@ def open_trials(world: World, preload: str) -> Iterator[Trials]:
     world.barrier()  # The store must be there as long as any rank's trial is.
 
 
-def _run_task(task: TrialTask, argument: Any, identity: tuple[str, int, int, int, int], sender: Connection) -> None:
-    """What the process of a trial runs on one rank. identity: host, port, trial, rank, number of ranks."""
+def _run_task(
+    task: TrialTask, argument: Any, identity: tuple[str, int, int, int | None, int], sender: Connection
+) -> None:
+    """What the process of a trial runs on one rank. identity: host, port, trial, rank, number of ranks; without a rank,
+    the trial is not for this one."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     host, port, number, rank, num_ranks = identity
+    if rank is None:
+        sender.send(RankOutcome("done", None))
+        return
     try:
         store = dist.PrefixStore(f"trial_{number}", open_store(host, port, serves=False))
         sender.send(RankOutcome("done", task(Meeting(store, rank, num_ranks), argument)))

@@ -4,7 +4,15 @@ from motet.schedule.check.error import ScheduleError
 from motet.schedule.check.fit import check_fit
 from motet.schedule.check.memory import high_water
 from motet.schedule.check.validate import validate
-from motet.schedule.from_plan import PlannedProgram, executed_program, fillable, planned, program_of, program_of_batch
+from motet.schedule.from_plan import (
+    PlannedProgram,
+    check_fills,
+    executed_program,
+    fillable,
+    planned,
+    program_of,
+    program_of_batch,
+)
 from motet.schedule.generators.bubble_filling import EncoderPipeline, coarse_fills, fill_bubbles, global_order
 from motet.schedule.generators.dag import dag_1f1b, dag_gpipe
 from motet.schedule.generators.data_parallel import data_parallel
@@ -49,6 +57,7 @@ __all__ = [
     "add_fsdp",
     "add_recompute",
     "add_replicas",
+    "check_fills",
     "check_fit",
     "coarse_fills",
     "dag_1f1b",

@@ -216,6 +216,11 @@ def fillable(plan: Plan, *, split: bool = False) -> tuple[PlannedProgram, tuple[
     return unfilled, tuple(encoder for encoder, _ in _encoder_pipelines(layout, program, plan.fills))
 
 
+def check_fills(plan: Plan) -> None:
+    """Raise UserError, with the first of them, if the fills of a Plan that fits cannot run."""
+    BubbleProgram(Layout(plan)).bare(plan.fills)
+
+
 class BubbleProgram:
     """The Program of a Plan with stages, for any fills of its bubbles. What does not depend on them is made once.
 

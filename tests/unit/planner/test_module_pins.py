@@ -81,8 +81,13 @@ def test_a_degree_of_a_plan_that_leaves_ranks_of_a_node_over_can_be_pinned():
 
 
 def test_pins_that_are_possible_only_alone_are_named_where_nothing_fits():
-    result = found("image.dp=5", "backbone.dp=2")
-    assert not result.results and "image.dp = 5, backbone.dp = 2" in nothing_fits(result)
+    result = found("image.dp=5", "backbone.dp=4")  # With the audio encoder, ten ranks of eight.
+    assert not result.results and "image.dp = 5, backbone.dp = 4" in nothing_fits(result)
+
+
+def test_replicas_that_divide_neither_examples_nor_each_other_can_be_pinned():
+    plan = found("image.dp=5", "backbone.dp=2").best.candidate.plan
+    assert (plan.unit_of("image").dp, plan.unit_of("backbone").dp) == (5, 2) and plan.batch_size % 5
 
 
 def test_strategies_of_one_unit_say_which_pins_differ():

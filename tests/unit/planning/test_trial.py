@@ -33,13 +33,13 @@ def task(meeting, what):
         return int(total), os.getpid()
 
 
-def run(rank, num_ranks, *whats):
+def run(rank, num_ranks, *whats, used=None):
     """How each trial ended on this rank: its answers and the number of its processes, or its error."""
     outcomes = []
     with join_world("cpu") as world, open_trials(world, __name__) as trials:
         for what in whats:
             try:
-                totals, pids = zip(*trials.run(task, what), strict=True)
+                totals, pids = zip(*trials.run(task, what, used), strict=True)
                 outcomes.append((totals, len(set(pids))))
             except (OutOfMemory, UserError, RuntimeError) as error:
                 outcomes.append((type(error).__name__, str(error).strip().splitlines()[-1:]))
@@ -56,3 +56,11 @@ def test_trials_end_alike_on_all_ranks_and_the_next_one_starts_anew():
     wrong = ("JointUserError", ["This is wrong."])
     failed = ("RuntimeError", ["ZeroDivisionError: by nothing"])
     assert one == [done, no_memory, done, no_memory, wrong, failed, done]
+
+
+def run_on_last(rank, num_ranks):
+    return run(rank, num_ranks, "nothing", used=[num_ranks - 1])
+
+
+def test_ranks_that_a_trial_leaves_over_wait_for_its_answers():
+    assert run_ranks(run_on_last, 2) == [[((1,), 1)]] * 2

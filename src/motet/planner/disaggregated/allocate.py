@@ -1,7 +1,8 @@
 """How many ranks each unit of a disaggregated job gets, and with which parallelism, so that a step is shortest.
 
 MMScale sections 4.2 and 4.3. Each encoder, the backbone and each generator is a parallelism unit of tp * dp * pp ranks.
-All units take the same M global microbatches; the replicas of a unit share the examples of one evenly. A step takes
+All units take the same M global microbatches; the replicas of a unit share the examples of one evenly, unless so many
+are asked for that they cannot. A step takes
 T = W + (M - 1) * max S. W is the time in which the first microbatch passes through all units, forward and backward:
 encoders side by side, then the backbone, then generators. S is the time of a stage.
 
@@ -52,7 +53,9 @@ def rigid(units: Sequence[UnitOptions], limits: Limits) -> Allocation | None:
     for tp, size in sorted(set(zip(backbone.tp.tolist(), backbone.num_examples.tolist()))):
         alike = [(unit.tp == tp) & (unit.num_examples == size) & ((unit.pp == 1) | (unit.side == 0)) for unit in units]
         allocations.append(fastest(units, limits, alike))
-    return min((one for one in allocations if one), key=lambda one: (one.time_s, one.num_ranks), default=None)
+    # Where replicas are asked for that do not share examples evenly, units of as many examples have other DPs.
+    same = [one for one in allocations if one and len({share.dp for share in one.shares}) == 1]
+    return min(same, key=lambda one: (one.time_s, one.num_ranks), default=None)
 
 
 def check_units(units: Sequence[UnitOptions], limits: Limits) -> Sequence[UnitOptions]:

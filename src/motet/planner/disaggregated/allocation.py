@@ -49,7 +49,8 @@ class Limits:
     num_ranks:  ranks that may be used. batch_size: examples of a step. capacity_bytes: memory of a rank.
     num_chunks: stages of each pipeline rank (virtual pipeline): they divide the time until the pipeline is full.
     global_microbatch_size: examples of one microbatch of all replicas together; 0 is any number.
-    replicas:   those that a unit must have, by its name; other units may have any number.
+    replicas:   those that a unit must have, by its name, also such as do not divide the examples of a microbatch, but
+                for the backbone's; other units may have any number that does.
     """
 
     num_ranks: int
@@ -62,7 +63,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Share:
-    """What one unit gets. row: index of the chosen way in its `UnitOptions`. num_examples: as there."""
+    """What one unit gets. row: index of the chosen way in its `UnitOptions`. num_examples: as there.
+
+    filled: examples of a replica's microbatch, on average, over num_examples; below 1 where dp does not divide them.
+    """
 
     name: str
     row: int
@@ -70,6 +74,7 @@ class Share:
     tp: int
     dp: int
     pp: int
+    filled: float = 1.0
 
     @property
     def num_ranks(self) -> int:

@@ -67,11 +67,12 @@ def _global_microbatch_sizes(limits: Limits) -> Sequence[int]:
 class _Rows(NamedTuple):
     """The ways to run one unit at a global microbatch size that fit memory, ordered by slowest stage.
 
-    row: index in `UnitOptions`. depth: stages. max_in_flight: how many microbatches fit memory.
+    row: index in `UnitOptions`. dp: replicas. depth: stages. max_in_flight: how many microbatches fit memory.
     """
 
     side: int
     row: Int64Array
+    dp: Int64Array
     ranks: Int64Array
     depth: Int64Array
     max_in_flight: Float64Array
@@ -84,6 +85,7 @@ class _Rows(NamedTuple):
         return _Rows(
             self.side,
             self.row[kept],
+            self.dp[kept],
             self.ranks[kept],
             self.depth[kept],
             self.max_in_flight[kept],
@@ -105,13 +107,10 @@ class _Table(NamedTuple):
         return cls(unit, row[np.argsort(unit.stage_s[row], kind="stable")])
 
     def at(self, size: int, limits: Limits, most_ranks: int) -> _Rows:
-        """The rows whose replicas share `size` examples evenly, on at most most_ranks ranks, and that fit memory with
-        the microbatches that the unit's own stages keep in flight."""
+        """The rows whose replicas share `size` examples, on at most most_ranks ranks, and that fit memory with the
+        microbatches that the unit's own stages keep in flight."""
         unit = self.unit
-        row = self.row[size % unit.num_examples[self.row] == 0]
-        if unit.name in limits.replicas:
-            row = row[size == unit.num_examples[row] * limits.replicas[unit.name]]
-        dp = size // unit.num_examples[row]
+        row, dp = self._shared(size, limits)
         ranks = unit.tp[row] * unit.pp[row] * dp
         row, dp, ranks = (column[ranks <= most_ranks] for column in (row, dp, ranks))
         free_bytes = limits.capacity_bytes - unit.fixed_bytes[row] - unit.sharded_bytes[row] / dp
@@ -119,8 +118,23 @@ class _Table(NamedTuple):
             most = np.where(unit.kept_bytes[row] > 0, np.floor(free_bytes / unit.kept_bytes[row]), np.inf)
         depth = unit.pp[row]
         fits = (free_bytes >= 0) & (most >= np.minimum(depth, limits.batch_size // size))
-        row, ranks, most, depth = (column[fits] for column in (row, ranks, most, depth))
-        return _Rows(unit.side, row, ranks, depth, most, unit.pass_s[row], unit.stage_s[row], unit.once_s[row])
+        row, dp, ranks, depth = (column[fits] for column in (row, dp, ranks, depth))
+        most = most[fits]
+        return _Rows(unit.side, row, dp, ranks, depth, most, unit.pass_s[row], unit.stage_s[row], unit.once_s[row])
+
+    def _shared(self, size: int, limits: Limits) -> tuple[Int64Array, Int64Array]:
+        """The rows whose replicas share `size` examples, and how many replicas that takes: evenly, or as many replicas
+        as are asked for, whose rows then are those of the fewest examples that suffice for each."""
+        num_examples = self.unit.num_examples[self.row]
+        if self.unit.name not in limits.replicas:
+            row = self.row[size % num_examples == 0]
+            return row, size // self.unit.num_examples[row]
+        replicas = limits.replicas[self.unit.name]
+        enough = num_examples[num_examples * replicas >= size]
+        fewest = min(enough.tolist(), default=0)
+        is_even = fewest * replicas == size
+        row = self.row[num_examples == fewest] if is_even or self.unit.side else self.row[:0]
+        return row, np.full(len(row), replicas)
 
 
 class _Combinations(NamedTuple):
@@ -219,9 +233,11 @@ class _Search:
         rows = self._on_fewest_ranks(choice)
         whole = self._joined(rows)
         shares = {}
-        for unit, row in zip((units[number] for number in self.order), rows):
+        for unit, own, row in zip((units[number] for number in self.order), self.rows, rows):
             num_examples, tp, pp = (int(column[row]) for column in (unit.num_examples, unit.tp, unit.pp))
-            shares[unit.name] = Share(unit.name, row, num_examples, tp, self.size // num_examples, pp)
+            dp = int(own.dp[own.row == row][0])
+            filled = self.size / (dp * num_examples)
+            shares[unit.name] = Share(unit.name, row, num_examples, tp, dp, pp, filled)
         return Allocation(
             tuple(shares[unit.name] for unit in units),
             self.num_microbatches,

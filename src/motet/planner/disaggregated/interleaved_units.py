@@ -135,7 +135,8 @@ class InterleavedUnits:
         """A lower bound of a step: the busiest rank computes its stages for all microbatches. The slowest replica takes
         no less than the mean."""
         rank = [stage.rank for stage in self.program.stages]
-        return self.num_microbatches * float(np.bincount(rank, self.stages.seconds).max()) * (1 - 1e-9)
+        filled = np.repeat([share.filled for share in self.shares], self.num_stages)
+        return self.num_microbatches * float(np.bincount(rank, self.stages.seconds * filled).max()) * (1 - 1e-9)
 
     @cached_property
     def plan(self) -> Plan:

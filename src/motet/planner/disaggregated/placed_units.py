@@ -125,7 +125,9 @@ class PlacedUnits:
     def _unevenness(self, share: Share, in_flight: int) -> float:
         """The longest of in_flight microbatches over the mean one: averaged over the step, on the slowest island."""
         num_islands = gcd(*(each.dp for each in self.allocation.shares))
-        seconds = self.job.unevenness(share.name, share.num_examples)
+        # Replicas that share examples unevenly have more microbatches than there are of so many examples.
+        num_microbatches = self.allocation.num_microbatches * share.dp
+        seconds = np.resize(self.job.unevenness(share.name, share.num_examples), num_microbatches)
         slowest = seconds.reshape(-1, num_islands, share.dp // num_islands).max(axis=2)
         starts = np.arange(0, len(slowest), in_flight)
         lengths = np.diff(starts, append=len(slowest))
@@ -135,7 +137,7 @@ class PlacedUnits:
     def bound_s(self) -> float:
         """A lower bound of a step: the slowest stage runs for all microbatches. The slowest replica takes no less than
         the mean."""
-        slowest_s = max(cut.slowest_s for cut in self.cuts.values())
+        slowest_s = max(cut.slowest_s * cut.share.filled for cut in self.cuts.values())
         return self.allocation.num_microbatches * slowest_s * (1 - 1e-9)
 
     def _messages_s(self, cut: UnitStages) -> float:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from motet.assign.orchestrator import with_cut_loads
+from motet.assign.orchestrator import Decision, with_cut_loads
 from motet.assign.whole_step import DecidedStep
 from motet.balance import Packed, Padded, dist_ratio, score
 from motet.core.arrays import Int64Array
@@ -255,10 +255,8 @@ def cut_metrics(batches: Sequence[RankBatch]) -> dict[str, Any] | None:
             if (cuts := batch.decision.cuts_of(phase)) is not None:
                 degrees[phase].update(cuts.degrees.values())
                 rows[phase] += int(batch.lengths.of(phase).length[cuts.items].sum())
-        whole_s = dict(batch.decision.predicted_s)
-        cut_s = whole_s.pop("split", None)
-        is_compared = whole_s and cut_s is not None and batch.decision.fits_whole
-        gained_s += [min(whole_s.values()) - cut_s] if is_compared else []
+        gained = gained_by_cuts_s(batch.decision)
+        gained_s += [] if gained is None else [gained]
     return {
         "microbatches": len(cut),
         "sequences": degrees[BACKBONE].total(),
@@ -272,6 +270,44 @@ def cut_metrics(batches: Sequence[RankBatch]) -> dict[str, Any] | None:
         "gained_s": _rounded(sum(gained_s)) if gained_s else None,
         "by_memory": sum(not batch.decision.fits_whole for batch in cut),
     }
+
+
+def gained_by_cuts_s(decision: Decision) -> float | None:
+    """Predicted seconds of the fastest way of whole sequences, less those of cutting; None if they were not compared,
+    or if whole ones fit no rank."""
+    whole_s = dict(decision.predicted_s)
+    cut_s = whole_s.pop("split", None)
+    is_compared = whole_s and cut_s is not None and decision.fits_whole
+    return min(whole_s.values()) - cut_s if is_compared and cut_s is not None else None
+
+
+def cut_items(batches: Sequence[RankBatch]) -> list[dict[str, Any]]:
+    """The items of a step that several ranks shared, one by one.
+
+    microbatch, module, item: where, of what, and its number there (of the backbone: the example). length: its own.
+    ranks: how many share it. why: "memory" where no way of whole items fits, else what the decision says, or "".
+    gain_s: of all cuts of its microbatch, as of `gained_by_cuts_s`.
+    """
+    found = []
+    for microbatch, batch in enumerate(batches):
+        decision = batch.decision
+        gained_s = gained_by_cuts_s(decision)
+        for module in (BACKBONE, *batch.lengths.items) if decision.shares_items else ():
+            degrees = {} if (cuts := decision.cuts_of(module)) is None else cuts.degrees
+            length = batch.lengths.of(module).length
+            found += [
+                {
+                    "microbatch": microbatch,
+                    "module": module,
+                    "item": item,
+                    "length": int(length[item]),
+                    "ranks": ranks,
+                    "why": decision.why if decision.fits_whole else "memory",
+                    "gain_s": None if gained_s is None else _rounded(gained_s),
+                }
+                for item, ranks in degrees.items()
+            ]
+    return found
 
 
 def _by_degree(degrees: Counter[int]) -> dict[str, int]:

@@ -232,3 +232,15 @@ def test_no_unit_gets_ranks_that_gain_nothing() -> None:
     found = allocate(units, Limits(20, 4, global_microbatch_size=1))
     assert found is not None
     assert [share.num_ranks for share in found.shares] == [1, 4]
+
+
+def test_replicas_that_do_not_share_examples_evenly_have_the_fewest_that_suffice() -> None:
+    units = [
+        alike("image", -1, 1.0, sizes=(1, 2, 3, 6), num_stages=1, tps=(1,)),
+        alike("backbone", 0, 4.0, sizes=(1,), num_stages=1, tps=(1,)),
+    ]
+    limits = Limits(num_ranks=8, batch_size=6, global_microbatch_size=3, replicas={"image": 2, "backbone": 3})
+    found = allocate(units, limits)
+    assert found is not None and rigid(units, limits) is None
+    assert [(share.dp, share.num_examples, share.filled) for share in found.shares] == [(2, 2, 0.75), (3, 1, 1.0)]
+    assert allocate(units, replace(limits, replicas={"backbone": 2})) is None  # Its microbatches have one size.

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from motet.core.cluster import Cluster
+from motet.core.module_degrees import ModuleDegrees
 from motet.core.plan import Plan, ScheduleKind
 from motet.core.sampler import Distribution, Items, Sampler, Task
 from motet.core.shapes import Transformer, audio_encoder, connect, language_model, multimodal, vit
@@ -136,6 +137,27 @@ def test_pins_hold(pins: Pins, degrees: dict[str, int]) -> None:
         assert {name: getattr(unit, name) for name in degrees} == degrees
         assert pins.allow(microbatch_size=one.plan.microbatch_size, schedule=one.plan.schedule)
         assert "none fits" not in one.facts[0]
+
+
+PAIRS = {
+    "MMScale's Figure 9": (2, 3, 1),
+    "more replicas than examples": (8, 1, 2),
+    "two of five": (5, 2, 1),
+    "which share evenly": (2, 4, 1),
+}
+
+
+@pytest.mark.parametrize(("encoders", "backbone", "microbatch_size"), PAIRS.values(), ids=PAIRS)
+def test_any_numbers_of_replicas_can_be_pinned(encoders: int, backbone: int, microbatch_size: int) -> None:
+    planned = job(model(generator=False))
+    stated = {"image": ModuleDegrees(dp=encoders), BACKBONE: ModuleDegrees(dp=backbone)}
+    found = proposed(planned, Pins(modules=stated, microbatch_size=microbatch_size))
+    assert found
+    for one in found:
+        assert one.plan.unit_of("image").dp == encoders and one.plan.unit_of(BACKBONE).dp == backbone
+        prediction = predict(one.plan, planned.workload, planned.cost)
+        assert one.bound_s <= prediction.step_s < 2 * one.estimate_s
+        assert "DP for all modules are as good" not in one.facts[0]
 
 
 def test_recomputation_is_as_pinned() -> None:
