@@ -23,6 +23,12 @@ def _chain(stages: tuple[dict[str, int], ...], recompute: tuple[dict[str, int], 
     return (Unit("all", stages, pp=2, zero=0, recompute=recompute),)
 
 
+_HALVES = ({BACKBONE: 3}, {BACKBONE: 3})
+_IN_BUBBLES = (
+    Unit("llm", _HALVES, pp=2, zero=0),
+    *(Unit(name, ({name: count},), dp=2, zero=0) for name, count in _ENCODERS.items()),
+)
+_REPLICATED = (Unit("llm", _HALVES, pp=2, zero=0, replicated=tuple(_ENCODERS)),)
 _BESIDE = (Unit("encoders", (_ENCODERS,), zero=0), Unit("llm", ({BACKBONE: 6},), first_rank=1, zero=0))
 PIPELINES: dict[str, tuple[tuple[Unit, ...], ScheduleKind]] = {
     "pp, gpipe": (_chain(_TWO), "gpipe"),
@@ -32,6 +38,8 @@ PIPELINES: dict[str, tuple[tuple[Unit, ...], ScheduleKind]] = {
     "pp, zb_h1": (_chain(_TWO), "zb_h1"),
     "pp, zb_v": (_chain(_FOLDED), "zb_v"),
     "pp, encoders beside": (_BESIDE, "1f1b"),
+    "pp, encoders in bubbles": (_IN_BUBBLES, "1f1b"),
+    "pp, encoders replicated": (_REPLICATED, "1f1b"),
 }
 """Name -> units and schedule."""
 
