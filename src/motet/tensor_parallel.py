@@ -171,14 +171,14 @@ class RowParts:
     def into_products(self, hidden: Tensor) -> Tensor:
         """What the first products of a branch multiply, [..., all rows, width], from what its norm has made."""
         if not self.num_rows:
-            return copied(hidden, self.ranks)
+            return _Transposed.apply(hidden, _as_it_is, self._summed)
         rows = _Transposed.apply(hidden.flatten(0, -2), self._gathering(), self._scattered)
         return rows.view(*hidden.shape[:-2], -1, hidden.shape[-1])
 
     def from_products(self, products: Tensor) -> Tensor:
         """The sum over ranks of what the last products of a branch have made, [..., rows, width]."""
         if not self.num_rows:
-            return summed(products, self.ranks)
+            return _Transposed.apply(products, self._summed, _as_it_is)
         rows = _Transposed.apply(products.flatten(0, -2), self._scattered, self._gathering())
         return rows.view(*products.shape[:-2], -1, products.shape[-1])
 
@@ -202,6 +202,12 @@ class RowParts:
             dist.reduce_scatter_single(part, padded, group=self.ranks.group, async_op=self.meanwhile is not None), True
         )
         return part
+
+    def _summed(self, x: Tensor) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        self.ranks.count(total.nbytes, times=2)
+        self._wait_for(dist.all_reduce(total, group=self.ranks.group, async_op=self.meanwhile is not None), True)
+        return total
 
     def _gathering(self) -> _Move:
         """What gathers the rows that there are now: backward comes when `num_rows` may be another number."""

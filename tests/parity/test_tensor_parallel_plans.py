@@ -209,6 +209,7 @@ CASES_INSIDE = [
     inside(0, contents=("image",), frozen=("image encoder",), left_out=0.3),
     inside(6, frozen=("backbone",), lora=("backbone",), tp=1, cp=2),
     inside(11, zero=3, family="mixtral"),
+    inside(0, parts=("again",), contents=("image",), batch_size=4),
 ]
 
 

@@ -7,9 +7,10 @@ two parts in the row, and two collectives in the pass:
     pass     rows gathered | half   | half's sum ... | half   | ...   half, its sum
                        fills             fills
 
-What stands before the first half runs while its rows are gathered, and what stands before another one while the sums of
-the half before it are on their way. The other collectives, gathers of later halves and the last sum, have nothing
-beside them. A pass with fewer collectives than parts, as of a stage without rows, runs what is left behind itself.
+What stands before the first half runs while its rows are gathered, and what stands before another one while the sum of
+the half before it is on its way. The other collectives, gathers of later halves and the last sum, have nothing beside
+them. Where ranks have all rows, as rows of encoders enter again, there are sums alone. A pass with fewer collectives
+than parts, as of a stage without rows, runs what is left behind itself.
 """
 
 from __future__ import annotations
@@ -54,8 +55,10 @@ class PartedPass:
 
     def meanwhile(self, is_sum: bool) -> None:
         """As of `RowParts`."""
-        if is_sum or self._part == 0:
-            self._reach_part(self._part + (2 if self._part else 1))
+        if is_sum:
+            self._reach_part(max(self._part, 1) + 2)
+        elif self._part == 0:
+            self._reach_part(1)
 
     def _reach_part(self, part: int) -> None:
         if self._part < part < self._num_parts:
