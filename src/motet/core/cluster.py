@@ -122,22 +122,30 @@ class Cluster:
         """The node that a rank is in."""
         return rank // self.ranks_per_node
 
-    def unlike(self, groups: Int64Array) -> list[tuple[int, ...]]:
-        """The first of each kind of group: all others lie on nodes as one of these does, so that messages take as long.
+    def unlike(self, ranks: range, size: int, *, apart: int = 1) -> list[tuple[int, ...]]:
+        """The first of each kind of group that a run of ranks consists of: all others lie on nodes as one of these
+        does, so that messages take as long.
 
-        groups: int64 [num_groups, size], ascending in each.
+        A group has `size` ranks, which are `apart` from one to the next. O(ranks_per_node^2 * size), however many
+        groups there are.
 
         Example: pairs of ranks, of which the third is on two nodes of five.
             >>> device = Device("gpu", {"bf16": 1e15}, memory_bytes=80 * 10**9, memory_bytes_per_s=3e12)
             >>> cluster = Cluster(device, 2, 5, intra_node=Link(450e9, 3e-6), inter_node=Link(50e9, 14e-6))
-            >>> cluster.unlike(np.arange(10).reshape(5, 2))
-            [(0, 1), (4, 5)]
+            >>> cluster.unlike(range(10), 2), cluster.unlike(range(10), 2, apart=5)
+            ([(0, 1), (4, 5)], [(0, 5)])
         """
-        if self.num_nodes == 1 or groups.shape[1] == 1:
-            return [tuple(groups[0].tolist())]
-        leaves_node = np.diff(groups // self.ranks_per_node, axis=1) > 0
-        _, first = np.unique(leaves_node, axis=0, return_index=True)
-        return [tuple(groups[number].tolist()) for number in sorted(first)]
+        block, per_node = size * apart, self.ranks_per_node
+        if self.num_nodes == 1 or size == 1:
+            return [tuple(range(ranks.start, ranks.start + block, apart))]
+        # Groups whose first ranks stand alike on their nodes lie alike.
+        begins = ranks.start + block * np.arange(min(len(ranks) // block, per_node))
+        firsts = np.add.outer(begins, np.arange(min(apart, per_node))).reshape(-1, 1)
+        groups = firsts + apart * np.arange(size)
+        kinds: dict[bytes, Int64Array] = {}
+        for group, leaves_node in zip(groups, np.diff(groups // per_node, axis=1) > 0):
+            kinds.setdefault(leaves_node.tobytes(), group)
+        return [tuple(group.tolist()) for group in kinds.values()]
 
     def link(self, ranks: Iterable[int]) -> Link:
         """The slowest link between these ranks."""

@@ -17,10 +17,8 @@ from functools import cached_property
 from math import lcm
 from typing import Annotated, Literal
 
-import numpy as np
 from pydantic import Field
 
-from motet.core.arrays import Int64Array
 from motet.core.cluster import Cluster
 from motet.core.limits import MAX_RANKS, Count, NumExamples, NumRanks
 from motet.core.nodes import ranks_by_node
@@ -96,14 +94,6 @@ class Unit:
     def rank(self, p: int, d: int, c: int = 0, t: int = 0) -> int:
         """The rank of the cluster at pipeline-, data-, context- and tensor-parallel coordinates."""
         return self.first_rank + ((p * self.dp + d) * self.cp + c) * self.tp + t
-
-    def groups(self, size: int, *, apart: int = 1) -> Int64Array:
-        """Its ranks in groups of `size`, which are `apart` from one to the next, int64 [num_groups, size].
-
-        `groups(tp)` are those that share products, `groups(cp, apart=tp)` those that share sequences.
-        """
-        ranks = np.arange(self.first_rank, self.first_rank + self.num_ranks)
-        return ranks.reshape(-1, size, apart).swapaxes(1, 2).reshape(-1, size)
 
     def coordinates(self, rank: int) -> tuple[int, int, int, int]:
         """(p, d, c, t) of one of its ranks: the inverse of `rank`."""

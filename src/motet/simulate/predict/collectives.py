@@ -142,11 +142,10 @@ class Collectives:
 
         ep: how many ranks, one after the other, hold parts of their own. size: ranks that share a copy of a part.
         """
-        ranks = np.array(stage.data_ranks)[:, None] + np.arange(stage.unit.tp)
-        parts = ranks.reshape(-1, ep * stage.unit.tp).T  # [part, rank that holds it]
-        copies = parts.reshape(len(parts), -1, size)
-        unlike = self.plan.cluster.unlike
-        return unlike(copies.reshape(-1, size)), unlike(copies.swapaxes(1, 2).reshape(-1, copies.shape[1]))
+        first, apart, unlike = stage.data_ranks[0], ep * stage.unit.tp, self.plan.cluster.unlike
+        ranks = range(first, first + len(stage.data_ranks) * stage.unit.tp)
+        num_copies = len(stage.data_ranks) // (ep * size)
+        return unlike(ranks, size, apart=apart), unlike(ranks, num_copies, apart=size * apart)
 
     def _priced(self, stage: PlannedStage) -> CollectiveSeconds:
         """The collectives of a stage."""

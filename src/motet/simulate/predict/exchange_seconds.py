@@ -47,7 +47,7 @@ def evenly_moved_s(pricing: Pricing, rows: Int64Array, row_bytes: int) -> Float6
     if cp > 1:
         to_each = moved_bytes.ravel() / cp**2
         kinds = [
-            even_exchanges_s(cost, cluster, to_each, ranks) for ranks in cluster.unlike(unit.groups(cp, apart=unit.tp))
+            even_exchanges_s(cost, cluster, to_each, ranks) for ranks in cluster.unlike(unit.ranks, cp, apart=unit.tp)
         ]
         seconds += np.max(kinds, axis=0).reshape(seconds.shape)
     if (cuts := sequences.cuts) is not None:

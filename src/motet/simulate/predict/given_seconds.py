@@ -64,6 +64,6 @@ def _gathered_s(pricing: Pricing, name: str, unit: Unit) -> Float64Array:
     """
     layer, _ = pricing.plan.model.moved(name)
     num_ranks = gathering_ranks(pricing.plan, unit)
-    groups = pricing.plan.cluster.unlike(unit.groups(num_ranks, apart=unit.tp))
+    groups = pricing.plan.cluster.unlike(unit.ranks, num_ranks, apart=unit.tp)
     rows = pricing.layer_pricing.price(name, layer).work.rows
     return gathers_s(pricing.cost, rows * num_ranks * layer.output_width * pricing.precision.compute, groups)

@@ -108,7 +108,7 @@ class LayerPricing:
         work = self.work.of_busiest(name, layer)
         tensor_s = np.zeros(len(work.rows))
         if unit.tp > 1:
-            groups = self.plan.cluster.unlike(unit.groups(unit.tp))
+            groups = self.plan.cluster.unlike(unit.ranks, unit.tp)
             tensor_s = np.max([self.cost.tensor_seconds(layer, work, ranks) for ranks in groups], axis=0)
         beside_s = 0.5 * tensor_s  # Sums of products, which take as long as gathers of rows.
         if unit.ep > 1 and layer.num_experts:
@@ -164,7 +164,7 @@ class LayerPricing:
         # Each tensor-parallel rank sends rows to its own part of each one's experts.
         to_each = rows * layer.experts_per_row * layer.output_width * self.precision.compute / (unit.ep * unit.tp)
         cluster = self.plan.cluster
-        groups = cluster.unlike(unit.groups(unit.ep, apart=unit.tp))
+        groups = cluster.unlike(unit.ranks, unit.ep, apart=unit.tp)
         slowest: Float64Array = np.max(
             [even_exchanges_s(self.cost, cluster, to_each, ranks) for ranks in groups], axis=0
         )
