@@ -229,6 +229,7 @@ class _Predicting:
 
     def __init__(self, backbone: Backbone | None) -> None:
         self._backbone, self.found = backbone, list[Tensor]()
+        self.row_parts = None if backbone is None else backbone.row_parts
 
     def enter(self, sequences: PackedSequences, features: dict[str, Tensor]) -> Tensor:
         """As `Backbone.enter`."""
