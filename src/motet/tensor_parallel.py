@@ -198,15 +198,13 @@ class RowParts:
         padded = self._padded(rows)
         part = padded.new_empty(len(padded) // self.ranks.size, padded.shape[1])
         self.ranks.count(padded.nbytes)
-        self._wait_for(
-            dist.reduce_scatter_single(part, padded, group=self.ranks.group, async_op=self.meanwhile is not None), True
-        )
+        self._move(dist.reduce_scatter_single, part, padded, is_sum=True)
         return part
 
     def _summed(self, x: Tensor) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
         self.ranks.count(total.nbytes, times=2)
-        self._wait_for(dist.all_reduce(total, group=self.ranks.group, async_op=self.meanwhile is not None), True)
+        self._move(dist.all_reduce, total, is_sum=True)
         return total
 
     def _gathering(self) -> _Move:
@@ -216,16 +214,14 @@ class RowParts:
     def _gathered(self, part: Tensor, num_rows: int) -> Tensor:
         every = part.new_empty(self.ranks.size * len(part), part.shape[1])
         self.ranks.count(every.nbytes)
-        part = part.contiguous()
-        self._wait_for(
-            dist.all_gather_single(every, part, group=self.ranks.group, async_op=self.meanwhile is not None), False
-        )
+        self._move(dist.all_gather_single, every, part.contiguous(), is_sum=False)
         return every[:num_rows]
 
-    def _wait_for(self, work: dist.Work | None, is_sum: bool) -> None:
-        if work is not None:
-            if self.meanwhile is not None:
-                self.meanwhile(is_sum)
+    def _move(self, collective: Callable[..., dist.Work | None], *tensors: Tensor, is_sum: bool) -> None:
+        """Run a collective over the ranks, and what runs beside it."""
+        work = collective(*tensors, group=self.ranks.group, async_op=self.meanwhile is not None)
+        if work is not None and self.meanwhile is not None:
+            self.meanwhile(is_sum)
             work.wait()
 
 

@@ -26,18 +26,18 @@ def hear(rank, num_ranks):
     run = run_of(CASE, torch.float64, SAME_TYPES)
     batches = run.batches(0, CASE.model())
     heard, on_their_way = [], []
-    begin, wait_for = ActionClock.begin, RowParts._wait_for
+    begin, move = ActionClock.begin, RowParts._move
 
     def begun(self, action):
         heard.append((str(action), bool(on_their_way)))
         begin(self, action)
 
-    def waited_for(self, work, is_sum):
-        on_their_way.append(work)
-        wait_for(self, work, is_sum)
+    def moved(self, collective, *tensors, is_sum):
+        on_their_way.append(collective)
+        move(self, collective, *tensors, is_sum=is_sum)
         on_their_way.pop()
 
-    ActionClock.begin, RowParts._wait_for = begun, waited_for
+    ActionClock.begin, RowParts._move = begun, moved
     run.step.run(batches)
     return heard
 

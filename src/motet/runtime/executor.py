@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 from motet.core.errors import ArgumentError, note_origin, origin_of
 from motet.runtime.clock import ActionClock
@@ -102,7 +102,8 @@ class Executor:
                 raise ArgumentError(f"{action} cannot be executed: it is a part, and {action.kind} is executed whole.")
         self._bound: list[_Bound] = [(index, a, program.modules[a.stage], handlers[a.kind]) for index, a in actions]
         self._left: Iterator[_Bound] = iter(self._bound)
-        self._step, self._before = 0, cast(Hook | None, None)
+        self._step = 0
+        self._before: Hook | None = None
         self._running: _Bound | None = None
 
     def run(self, step: int, before: Hook | None = None) -> None:
