@@ -115,21 +115,24 @@ MIXTRAL = ("model.backbone.family=mixtral", "model.backbone.config.num_local_exp
     ],
     ids=["alone", "shared products", "shared experts"],
 )
-def test_under_a_plan_of_data_parallelism_auto_may_cut_too(tmp_path, degrees, options):
-    """What the plan predicts is of whole sequences, so steps that cut are not predicted."""
+@pytest.mark.parametrize("by_plan", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["plan", "recipe"])
+def test_under_a_plan_of_data_parallelism_long_items_are_cut_too(tmp_path, by_plan, degrees, options):
+    """By the plan's balance, or by the recipe beside a plan that balances by "auto"."""
     job = write_tiny_job(tmp_path / "data")
     options = [*EXACT, *options, "run.batch_size=3", "data.heldout=[]"]
-    on_h100 = "cluster={ device = 'h100', peak_tflops = { fp64 = 1.0 }, ranks_per_node = 3 }"
-    plan, _ = read_recipe_as_plan(job, [*options, "fsdp.shard_size=1", on_h100], JobOptions(ClusterOptions()))
+    here = "cluster={ device = 'cpu', peak_tflops = { fp64 = 0.05 }, ranks_per_node = 3 }"
+    plan, _ = read_recipe_as_plan(job, [*options, "fsdp.shard_size=1", here], JobOptions(ClusterOptions()))
     unit = replace(plan.units[0], **degrees)
     plan = replace(plan, units=(unit,), cluster=replace(plan.cluster, ranks_per_node=unit.num_ranks))
-    write_plan(plan, tmp_path / "plan.json")
     for way in ("auto", "off"):
-        overrides = [*options, f"balance.split={way}", f"run.dir={tmp_path / way}"]
-        run_ranks(train_under, unit.num_ranks, str(job), overrides, str(tmp_path / "plan.json"))
+        balance, said = ("split", []) if by_plan and way == "auto" else ("auto", [f"balance.split={way}"])
+        write_plan(replace(plan, balance=balance), tmp_path / f"{way}.json")
+        overrides = [*options, *said, f"run.dir={tmp_path / way}"]
+        run_ranks(train_under, unit.num_ranks, str(job), overrides, str(tmp_path / f"{way}.json"))
     assert losses(tmp_path / "auto") == pytest.approx(losses(tmp_path / "off"), rel=1e-10)
     cut = [step for step in metrics(tmp_path / "auto") if step["balance"]["cut"]]
-    assert cut and all(step["predicted_s"] is None for step in cut)
+    whole = {step["step"]: step["predicted_s"] for step in metrics(tmp_path / "off")}
+    assert cut and all(0 < step["predicted_s"] != whole[step["step"]] for step in cut)
 
 
 def test_a_plan_that_balances_otherwise_is_not_cut(tmp_path):

@@ -73,6 +73,20 @@ def operation_costs(
     return StepCosts({name: cost_of(policy) for name, policy in balanced_as.items()}, work, times)
 
 
+def cutting(times: StepTimes, model: ModelSpec, recompute: Mapping[str, int], element_bytes: int) -> StepTimes:
+    """The same where also items of encoders may be cut over ranks. Others: as of `operation_costs`."""
+    shareable = [module for module in model.modules if module.name != BACKBONE and module.shareable]
+    return replace(
+        times,
+        item_keys={
+            module.name: () if module.tile_rows else key_exchanges(model, recompute, element_bytes, module.name)
+            for module in shareable
+        },
+        read_by={module.name: module.read_by for module in shareable if module.read_by},
+        tile_rows={module.name: module.tile_rows for module in shareable if module.tile_rows},
+    )
+
+
 def key_exchanges(
     model: ModelSpec, recompute: Mapping[str, int], element_bytes: int, name: str = BACKBONE
 ) -> tuple[KeyExchange, ...]:

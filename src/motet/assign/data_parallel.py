@@ -6,20 +6,20 @@ The Plan has one unit; each phase of a microbatch is placed over its ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 
-from motet.assign.balancing import Balancing
+from motet.assign.balancing import Balancing, cutting, recomputed_blocks
 from motet.assign.groups import grouped
 from motet.assign.orchestrator import Orchestrator
 from motet.assign.step import StepAssignment, joined
 from motet.assign.whole_step import decide_step
-from motet.balance import METHODS, Method, Packed
+from motet.balance import METHODS, Packed
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE, BatchLengths, home_ranks
+from motet.cost.memory import plan_precision
 from motet.schedule.layout import num_microbatches
 
 
@@ -42,9 +42,11 @@ def assign_data_parallel(plan: Plan, batch: BatchLengths, balancing: Balancing) 
     # Threads run in parallel here: the balance core releases Python's lock.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         step = decide_step(orchestrator_of(plan, balancing), replace(batch, items=items), count, run=pool.map)
-    assignments = [{name: part.decision.assignments[name] for name in names} for part in step.microbatches]
-    methods = () if plan.balance == "off" else tuple(part.decision.method for part in step.microbatches)
-    return joined([part.lengths for part in step.microbatches], assignments, methods)
+    decisions = [part.decision for part in step.microbatches]
+    assignments = [{name: decision.assignments[name] for name in names} for decision in decisions]
+    methods = () if plan.balance == "off" else tuple(decision.method for decision in decisions)
+    cuts = [{name: decision.cuts_of(name) for name in names} for decision in decisions]
+    return joined([part.lengths for part in step.microbatches], assignments, methods, cuts)
 
 
 def orchestrator_of(plan: Plan, balancing: Balancing) -> Orchestrator:
@@ -53,9 +55,11 @@ def orchestrator_of(plan: Plan, balancing: Balancing) -> Orchestrator:
     if plan.balance == "off":
         return Orchestrator(dict.fromkeys(names, Packed()), unit.dp, ())
     costs = balancing(plan)
-    methods: Iterable[Method] = METHODS if plan.balance == "auto" else (plan.balance,)
     # Tensor-parallel ranks divide the work of one rank.
-    times = costs.times.shared_by(unit.tp)
+    times, methods = costs.times.shared_by(unit.tp), (METHODS if plan.balance == "auto" else (plan.balance,))
+    if plan.balance == "split":
+        times = cutting(times, plan.model, recomputed_blocks(plan), plan_precision(plan).compute)
+        times, methods = replace(times, waits=unit.waits), (*METHODS, "split")
     return Orchestrator(
         costs.costs, unit.dp, names, work=costs.work, times=times, methods=tuple(methods), defers=costs.defers
     )

@@ -211,14 +211,29 @@ class StepAssignment:
     modules: dict[str, ModuleAssignment]
     methods: tuple[str, ...] = ()
 
-    def moved_rows(self, module: str, node: NDArray[np.integer]) -> Moved:
+    def moved_rows(self, module: str, node: NDArray[np.integer], *, merges: bool = False) -> Moved:
         """Rows of a module's output that move to the replicas of the backbone, [num_microbatches, 2, num_replicas].
 
         The module and the backbone must be on the same ranks. node: [num_replicas], the node of each replica.
+        merges: rows of a sequence that is cut go to the replica with its largest fragment; else to all that have some,
+                as if they stood all over it.
         """
-        items = self.modules[module]
-        sink = self.modules[BACKBONE].replica[items.example]
-        return moved(items.replica, sink, items.num_tokens, node, items.microbatch, self.num_microbatches)
+        items, sequences = self.modules[module], self.modules[BACKBONE]
+        source: NDArray[np.integer] = items.replica
+        num_rows, example, microbatch = items.num_tokens, items.example, items.microbatch
+        if items.cuts is not None:
+            parts = items.parts
+            source, num_rows = parts.replica, parts.num_rows
+            example, microbatch = example[parts.item], microbatch[parts.item]
+        sink = sequences.replica[example]
+        if sequences.cuts is not None and not merges:
+            part, fragment = sequences.cuts.fragments_of(example)
+            is_whole = ~np.isin(example, sequences.cuts.items)
+            source, microbatch = (np.concatenate([each[is_whole], each[part]]) for each in (source, microbatch))
+            sink = np.concatenate([sink[is_whole], sequences.cuts.rank[fragment]])
+            shares = sequences.cuts.shares_of(fragment, num_rows[part])
+            num_rows = np.concatenate([num_rows[is_whole], shares])
+        return moved(source, sink, num_rows, node, microbatch, self.num_microbatches)
 
     def exchanged_rows(self, module: str) -> Int64Array:
         """Rows of a module's output that the busiest replica sends or receives, int64 [num_microbatches]."""

@@ -160,6 +160,26 @@ class ItemCuts:
         """
         return shares_between(amounts[self.item], self.begin, self.end, self.units)
 
+    def shares_of(self, fragment: Int64Array, amounts: Int64Array) -> Int64Array:
+        """What some fragments have of an amount of their whole items each, int64 [n]. Both arguments: int64 [n]."""
+        return shares_between(amounts, self.begin[fragment], self.end[fragment], self.units[fragment])
+
+    def fragments_of(self, items: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """(which of some items, which of its fragments), int64 [n] each: all pairs of those that are cut.
+
+        items: int64 [num_items], which may have one several times.
+
+        Example:
+            >>> cuts = ItemCuts(*(np.array(x) for x in ([4, 4], [2, 0], [0, 1], [1, 4], [4, 4])))
+            >>> [column.tolist() for column in cuts.fragments_of(np.array([3, 4, 4]))]
+            [[1, 1, 2, 2], [0, 1, 0, 1]]
+        """
+        order = np.argsort(self.item, kind="stable")
+        first, last = (np.searchsorted(self.item[order], items, side=side) for side in ("left", "right"))
+        counts = last - first
+        which = np.repeat(np.arange(len(items)), counts)
+        return which, order[np.arange(len(which)) + np.repeat(first - (np.cumsum(counts) - counts), counts)]
+
     def in_order_of_ranks(self) -> ItemCuts:
         """The same sizes of fragments on the same ranks, of which each item's lower ones have the earlier rows.
 

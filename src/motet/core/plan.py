@@ -33,7 +33,8 @@ SPLITS_BACKWARD: tuple[ScheduleKind, ...] = ("zb_h1", "zb_v")
 Order = Literal["given", "intra", "inter", "both"]
 BalancingMethod = Literal["off", "joint", "per_phase", "auto", "split"]
 MOVES_ITEMS: tuple[BalancingMethod, ...] = ("per_phase", "auto")
-"""The ways of balancing under which items may be computed apart from their examples."""
+"""The ways of balancing under which items may be computed apart from their examples; under "data_parallel" "split" is
+another (`schedule.plan_units.moves_items`)."""
 PROPOSED_BALANCES: tuple[BalancingMethod, ...] = ("off", "joint", "per_phase", "auto")
 """The ways that a planner tries. "split" must be asked for; what it gains is said (`planner/what_if.py`)."""
 ORDERED_BALANCES: tuple[BalancingMethod, ...] = ("off", "split")
@@ -113,6 +114,11 @@ class Unit:
         """How many replicas, one after the other, share experts with each other, directly or not."""
         return lcm(self.cp, self.ep) // self.cp
 
+    @property
+    def waits(self) -> bool:
+        """Whether its replicas wait for each other in each pass, as they gather parameters or sum gradients."""
+        return self.zero > 1 and (self.shard_size or self.dp) > 1
+
     def expert_parts(self, rank: int) -> tuple[int, ...]:
         """The ranks that have one copy of all experts between them, this one included, in the order of their experts:
         the tensor-parallel ranks of the first of `expert_ranks`, then those of the next."""
@@ -166,8 +172,9 @@ class Plan:
                      (Optimus Figure 12).
     balance:         the balancing method: "off", "joint", "per_phase" or "auto". Under "data_parallel" it is of
                      colocated phases; in a pipeline of whole microbatches, and of items of encoders with ranks of their
-                     own (assign/pipeline_balance.py). "split", of pipelines alone, also cuts sequences that are too
-                     long for a replica of the backbone over several; it alone may stand beside an `order`.
+                     own (assign/pipeline_balance.py). "split" also cuts sequences that are too long for one replica of
+                     the backbone over several: under "data_parallel" where that is predicted to be faster than "auto".
+                     In a pipeline it alone may stand beside an `order`.
     policy:          phases that are balanced as if they were computed otherwise than they are, and how: an ablation
                      (OrchMLLM section 8.3). What is computed stays the same.
     fills:           the encoders' work in bubbles. A fill names a microbatch by its number in the step.

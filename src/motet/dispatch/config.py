@@ -153,19 +153,22 @@ class BalanceConfig(BaseModel):
             raise ValueError(
                 f'split = "auto" is for method = "auto", which it lets cut, and method is "{self.method}"; remove split'
             )
-        asked = self.cut_by
-        if not asked:
-            return self
+        if self.cut_by and (why := self.why_whole()):
+            raise ValueError(f"{self.cut_by} {why}")
+        return self
+
+    def why_whole(self) -> str:
+        """Why no item can be cut over ranks as it is set, as "takes ..., and ..."; "" if items can."""
         if self.mode == "exchange":
-            raise ValueError(
-                f"{asked} takes examples that every rank can read, of lengths that are known before loading, and "
+            return (
+                "takes examples that every rank can read, of lengths that are known before loading, and "
                 'mode = "exchange" moves each to one rank; set mode = "index"'
             )
         if self.communicator == "all_gather":
-            raise ValueError(f'{asked} sends each rank its rows alone; remove communicator = "all_gather"')
+            return 'sends each rank its rows alone; remove communicator = "all_gather"'
         if isinstance(self.policy, dict) and self.policy.get(BACKBONE, "auto") not in ("auto", "packed"):
-            raise ValueError(f'{asked} cuts packed sequences; remove policy.backbone = "{self.policy[BACKBONE]}"')
-        return self
+            return f'cuts packed sequences; remove policy.backbone = "{self.policy[BACKBONE]}"'
+        return ""
 
     @model_validator(mode="after")
     def _one_source_of_costs(self) -> BalanceConfig:

@@ -16,13 +16,13 @@ from motet.assign.item_shares import FULLEST
 from motet.core.arrays import BoolArray, Float64Array
 from motet.core.context_rows import exchanged_heads
 from motet.core.cuts import rows_between_cuts
-from motet.core.plan import MOVES_ITEMS, Plan, Unit
+from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.flops import work_of_items
 from motet.cost.memory import LayerBytes, StageLayer, plan_precision, stage_layers, stage_memory, taken_bytes
 from motet.schedule import PlannedStage, planned
-from motet.schedule.plan_units import cuts_beside_sequences, on_backbone_ranks, sharing_ranks
+from motet.schedule.plan_units import cuts_beside_sequences, moves_items, on_backbone_ranks, sharing_ranks
 from motet.simulate.predict.memory import MAX_LOGITS
 from motet.simulate.predict.tied import tied_apart, untied
 
@@ -117,7 +117,7 @@ def on_ranks(plan: Plan) -> Iterator[list[PlannedStage]]:
 
 def _is_together(plan: Plan, unit: Unit) -> bool:
     """Whether all items of an example are on one rank, or on the ranks of one replica."""
-    return plan.balance not in MOVES_ITEMS and unit.dp <= plan.unit_of(BACKBONE).dp
+    return not moves_items(plan) and unit.dp <= plan.unit_of(BACKBONE).dp
 
 
 class _Rows:

@@ -180,7 +180,8 @@ class Job:
         (unit,) = plan.units
         recompute = tuple(sorted(recomputed_blocks(plan).items()))
         sizes = (unit.dp, unit.tp, unit.first_rank, plan.batch_size, plan.microbatch_size)
-        key = (number, *sizes, plan.balance, tuple(sorted(plan.policy.items())), recompute)
+        waits = plan.balance == "split" and unit.waits  # Of whole items predictions take ranks to wait.
+        key = (number, *sizes, plan.balance, waits, tuple(sorted(plan.policy.items())), recompute)
         if plan.balance == "off":  # Decided at once, and as large as any.
             return assign_batch(plan, batch, self.cost, self.balancing)
         if key not in self._assignments:

@@ -111,13 +111,13 @@ def _batches(result: SearchResult, planned: _Plans) -> Iterator[Change]:
 
 
 def _shared_sequences(result: SearchResult, quota: Quota) -> Iterator[Change]:
-    """The best Plan with sequences cut over its replicas; nothing where none is too long for one."""
+    """The best Plan with sequences, and items, cut over its replicas; nothing where none is too long for one."""
     job, best = result.job, result.best
     plan = replace(best.candidate.plan, balance="split")
     if result.pins.balance is not None or (quota.num_plans and not quota.suitable(plan)):
         return
     check_fit(plan)
-    if job.assignment(plan).modules[BACKBONE].cuts is not None:
+    if any(items.cuts is not None for items in job.assignment(plan).modules.values()):
         answer = _as_it_is(job, replace(best.candidate, plan=plan))
         yield _change("With sequences cut over replicas (--pin balance=split)", best, answer, "")
 

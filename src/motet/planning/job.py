@@ -30,10 +30,17 @@ class JobOptions:
     profile: Path | None = None
 
 
-def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = (), *, as_trained: bool = False) -> Job:
+def job_of_recipe(
+    path: Path,
+    options: JobOptions,
+    overrides: Sequence[str] = (),
+    *,
+    as_trained: bool = False,
+    searches: bool = True,
+) -> Job:
     """The job that a recipe and the command line describe. Torch is imported unless the model is a table of shapes.
 
-    as_trained: as in `read_job_recipe`.
+    as_trained: as in `read_job_recipe`. searches: whether Plans are searched, which decide what is cut.
     If no cluster is named, a training recipe is planned for the CPU of this machine.
     Raises UserError for what is wrong with either, or missing from both.
     """
@@ -53,6 +60,11 @@ def job_of_recipe(path: Path, options: JobOptions, overrides: Sequence[str] = ()
     if recipe is not None:
         from motet.train.balancing import balancing_of, stated_policy
 
+        if searches and recipe.balance.cut_by:
+            raise UserError(
+                f"balance.{recipe.balance.cut_by} is for training without a plan, as a plan says itself whether long "
+                "items are cut; remove it here, and let --pin balance=split cut them."
+            )
         balancing, policy = balancing_of(recipe, read.model), stated_policy(recipe.balance, read.model)
         if options.workload is None:
             workload = workload_of(recipe, str(path))

@@ -146,7 +146,7 @@ def read_recipe_as_plan(file: Path, overrides: Sequence[str], options: JobOption
             f"{file} states [parallel], so it trains under a plan: `motet plan {file} --trainable` writes it, and "
             "`motet simulate` takes what it writes."
         )
-    job = job_of_recipe(file, options, overrides, as_trained=True)
+    job = job_of_recipe(file, options, overrides, as_trained=True, searches=False)
     if auto := _auto_recompute(recipe, job, own_lengths=options.workload is None):
         recipe, job = auto.resolved, replace(job, recomputes=auto.of_assignment)
     return plan_of_recipe(recipe, job.model, job.cluster, job.workload), job
@@ -198,25 +198,27 @@ def _balance(recipe: Recipe, spec: ModelSpec) -> BalancingMethod:
             f"balance.phases = {json.dumps(phases)} balances some phases, which a plan cannot say; "
             'set it to "all" or "off" to simulate the recipe.'
         )
-    if recipe.balance.method == "split" or recipe.balance.cut_by:
+    if recipe.balance.method == "split":
         raise UserError(
-            f"balance.{recipe.balance.cut_by} cuts sequences, which no data-parallel plan says; remove it to simulate "
-            "the recipe, or plan stages with --pin balance=split, under which replicas share long ones."
+            'balance.method = "split" cuts wherever it can, and a plan where it is predicted to be faster; set '
+            'method = "auto" and split = "auto" to simulate the recipe.'
         )
-    return recipe.balance.method if balanced else "off"
+    return "off" if not balanced else "split" if recipe.balance.cut_by else recipe.balance.method
 
 
 def _balanced_as(plan: Plan, config: BalanceConfig) -> BalanceConfig:
-    if config.cut_by and plan.balance != "auto":
+    if config.cut_by and plan.balance not in ("auto", "split"):
         raise UserError(
             f"balance.{config.cut_by} lets a balance of 'auto' cut sequences, and the plan has {plan.balance!r}: "
-            "remove it, or plan with --pin balance=auto."
+            "remove it, or plan with --pin balance=split."
         )
     # Where nothing moves between ranks, no key may say how.
     still: dict[str, Any] = {"communicator": "all_to_all", "node_wise": True}
     if plan.balance != "off":
         moves = config.mode == "exchange" or plan.balance != "joint"
-        stated = {"phases": "all", "method": plan.balance, "policy": dict(plan.policy) or "auto"}
+        stated: dict[str, Any] = {"phases": "all", "method": plan.balance, "policy": dict(plan.policy) or "auto"}
+        if plan.balance == "split":
+            stated |= {"method": "auto", "split": "auto"}
         return config.model_copy(update={**stated, **({} if moves else still)})
     off: dict[str, Any] = {
         "phases": "off",

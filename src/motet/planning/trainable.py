@@ -26,13 +26,18 @@ def obstacle(plan: Plan, recipe: Recipe) -> str:
         return what
     if recipe.run.compile and (what := _uncompiled(plan)):
         return what
-    if plan.microbatch_caps and plan.schedule == "data_parallel" and (what := recipe.why_no_groups("microbatch_caps")):
-        return what
+    if plan.schedule == "data_parallel":
+        if plan.microbatch_caps and (what := recipe.why_no_groups("microbatch_caps")):
+            return what
+        if plan.balance == "split" and (why := recipe.balance.why_whole()):
+            return f"balance 'split', which {why}"
     return "another precision than the recipe" if plan.precision != recipe.plan_precision else ""
 
 
 def _uncompiled(plan: Plan) -> str:
     """What a Plan has that `torch.compile` cannot have beside it; "" if blocks can be compiled."""
+    if plan.balance == "split":
+        return "balance 'split' beside run.compile, which knows no blocks that ranks share; remove one of them"
     if plan.schedule in SPLITS_BACKWARD:
         # A compiled backward pass is one graph, which computes gradients of weights with all others.
         return f"schedule {plan.schedule!r} beside run.compile, whose backward passes are not split; remove one of them"
@@ -91,6 +96,8 @@ def reading_together(plan: Plan) -> str:
     """What makes ranks of a Plan read the same examples, in words; "" if each reads its own."""
     if plan.schedule != "data_parallel":
         return "stages"
+    if plan.balance == "split":
+        return "sequences that ranks share (balance 'split')"
     return "ranks that share products (tp above 1)" if plan.unit_of(BACKBONE).tp > 1 else ""
 
 

@@ -114,7 +114,7 @@ def _instead(key: str, recipe: Recipe, plan: Plan) -> str:
     if not recipe.balance.cut_by or key != f"balance.{recipe.balance.cut_by.split()[0]}":
         return ""
     if plan.schedule == "data_parallel":
-        return '; balance.split = "auto" cuts long items under a plan of data parallelism that balances by "auto"'
+        return "; a plan of data parallelism cuts long items by balance 'split', as one that --pin balance=split makes"
     return (
         "; a plan with stages cuts long sequences over replicas by balance 'split', as one that --pin balance=split "
         "makes, and ranks of a unit with cp share long items, as in a plan that --pin cp=2 makes"

@@ -15,7 +15,7 @@ import numpy as np
 
 from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError, UserError
-from motet.core.plan import MOVES_ITEMS, Fill, Plan, Unit
+from motet.core.plan import Fill, Plan, Unit
 from motet.core.workload import BACKBONE
 from motet.schedule.check.dry_run import dry_run
 from motet.schedule.coordinates import replica_of
@@ -42,7 +42,7 @@ from motet.schedule.passes import (
 )
 from motet.schedule.passes.data_parallel import add_data_parallel
 from motet.schedule.passes.part_runs import PartRun, in_parts, with_runs
-from motet.schedule.plan_units import collects_in_islands, meets_in_islands
+from motet.schedule.plan_units import collects_in_islands, meets_in_islands, moves_items
 from motet.schedule.program import AlikeItems, Kind, Program, Stage
 from motet.schedule.text import parse_action
 
@@ -178,7 +178,7 @@ def _without_fsdp(layout: Layout, present: Sequence[Presence]) -> Program:
     names = layout.data_parallel_modules
     trainable = {name: layout.trainable({name: (0, layout.backbone.stages[0][name])}) for name in names}
     program = data_parallel(trainable, layout.backbone.dp, layout.num_microbatches)
-    program = add_exchanges(program, None if layout.plan.balance in MOVES_ITEMS else ())
+    program = add_exchanges(program, None if moves_items(layout.plan) else ())
     if not present:
         return program
     return without_absent(program, present, [stage for stage, name in enumerate(names) if trainable[name]])

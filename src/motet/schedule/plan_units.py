@@ -79,6 +79,11 @@ def shares_items(plan: Plan, module: str) -> bool:
     return not any(module in edge and set(edge) <= set(unit.modules) for edge in plan.model.edges)
 
 
+def moves_items(plan: Plan) -> bool:
+    """Whether items may be computed apart from their examples, on the ranks of colocated phases or of other units."""
+    return plan.balance in MOVES_ITEMS or (plan.balance == "split" and plan.schedule == "data_parallel")
+
+
 def joins_all_replicas(plan: Plan) -> bool:
     """Whether any replica of a unit may send to any replica of another: items are balanced over all of a unit's."""
     return plan.balance in MOVES_ITEMS and len(pipelined_units(plan)) > 1

@@ -13,8 +13,8 @@ import torch
 from motet.assign.balancing import (
     Balancing,
     computed_as,
+    cutting,
     device_type_of,
-    key_exchanges,
     operation_costs,
     recomputed_blocks,
 )
@@ -131,21 +131,8 @@ def build_orchestrator(
                 "another policy."
             )
     costs = step_costs(config, spec, recompute, device.type, dtype.itemsize, measured, ranks_per_node)
-    shareable = [spec.module(name) for name, module in model.encoders.items() if module.can_share]
-    tiles = {module.name: module.tile_rows for module in shareable if module.tile_rows}
-    shared = {
-        module.name: () if module.tile_rows else key_exchanges(spec, recompute, dtype.itemsize, module.name)
-        for module in shareable
-    }
-    times = replace(
-        costs.times,
-        item_keys=shared,
-        read_by={module.name: module.read_by for module in shareable if module.read_by},
-        tile_rows=tiles,
-        waits=waits or not config.cut_by,
-        memory=memory,
-    )
-    costs = replace(costs, times=times)
+    times = cutting(costs.times, spec, recompute, dtype.itemsize)
+    costs = replace(costs, times=replace(times, waits=waits or not config.cut_by, memory=memory))
     return _orchestrator(config, spec, costs, num_ranks)
 
 
@@ -246,11 +233,6 @@ def balancing_of(recipe: Recipe, spec: ModelSpec) -> Balancing:
         raise UserError(
             f'balance.communicator = "{recipe.balance.communicator}" is for training; steps are predicted with '
             '"all_to_all" alone, so remove it here.'
-        )
-    if recipe.balance.cut_by:
-        raise UserError(
-            f"balance.{recipe.balance.cut_by} is for training without a plan; steps are predicted with whole sequences "
-            "alone, so remove it here."
         )
     measured, element_bytes = read_measured(recipe, spec), compute_dtype(recipe).itemsize
 

@@ -91,10 +91,7 @@ class PredictedRun:
     def start(self, batches: Sequence[RankBatch]) -> None:
         """Start to predict a step from its microbatches, if it is the turn of one."""
         is_turn, self._number = self._number % self._every == 0, self._number + 1
-        # Of data parallelism items are priced whole, so a step that cuts some would be predicted wrong.
-        decisions = (batch.decision for batch in batches)
-        is_priced = all(not decision.shares_items or decision.sharing for decision in decisions)
-        if self._cost is not None and is_turn and is_priced:
+        if self._cost is not None and is_turn:
             assignment = by_replica(self._plan, assignment_of(batches))
             step = self._plan, self._stages, assignment, self._cost
             self._future = self._pool.submit(predict_assigned, *step, filler=self._filler, exchange=self._exchange)

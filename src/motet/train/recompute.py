@@ -210,6 +210,7 @@ def auto_recompute(
     Raises UserError if the largest microbatch does not fit with everything recomputed.
     """
     job, unit = _job(recipe, spec, ranks), unit_of_recipe(recipe, spec, ranks.num_ranks)
+    plan = Plan(spec, job.cluster, (unit,), recipe.run.batch_size, schedule="data_parallel", precision=job.precision)
     steps = largest_steps(recipe.run.num_steps, recipe.run.batch_size, order, held_elements(spec, {}), lengths_of)
     count = recipe.microbatches_on(ranks.num_ranks)
     lengths = [_lengths_of_step(step, lengths_of(step.ids), ranks.num_ranks, count) for step in steps]
@@ -221,7 +222,7 @@ def auto_recompute(
         )
         parts = [part for one in lengths for part in decide_step(orchestrator, one, count).microbatches]
         assignment = joined([part.lengths for part in parts], [part.decision.assignments for part in parts])
-        fit = fit_recomputation(load_of(job, assignment, unit), state_of(job, unit), job.capacity_bytes, "least")
+        fit = fit_recomputation(load_of(job, plan, assignment), state_of(job, unit), job.capacity_bytes, "least")
         chosen = {name: count for name, count in fit.recompute[0].items() if count}
         if chosen == numbers:
             break

@@ -62,6 +62,10 @@ def model_of(recipe):
     return build_mllm(recipe.model, ChatTokenizer.from_directory(recipe.data.tokenizer).vocabulary_size)
 
 
+def columns_of(cuts):
+    return cuts and [getattr(cuts, name).tolist() for name in cuts.columns]
+
+
 def decided_by_training(recipe, batch, num_ranks, ranks_per_node=None):
     """What training decides of a microbatch, on a rank of this machine's CPU."""
     orchestrator = orchestrator_of(recipe, num_ranks, ranks_per_node)
@@ -80,9 +84,11 @@ def orchestrator_of(recipe, num_ranks, ranks_per_node=None):
         recompute=recipe.fsdp.recomputed(model_spec(model).num_blocks),
         measured=measured,
         ranks_per_node=ranks_per_node,
+        waits=recipe.fsdp.waits,
     )
 
 
+CHEAP = "balance.speed={ device_tflops = 1e-6, link_latency_us = 0.0 }"
 WAYS = [
     (),
     ("balance.method=joint",),
@@ -100,6 +106,9 @@ WAYS = [
     ("balance.policy=padded", "balance.method=per_phase"),
     ("balance.policy=packed", "balance.cost=profile", "run.microbatches=2"),
     ("balance={ policy = { audio = 'padded_attention' }, cost = 'length', costs.audio = { quadratic = 2 } }",),
+    ("balance.split=auto", CHEAP, "run.microbatches=8"),
+    ("balance.split=auto", CHEAP, "run.microbatches=8", "fsdp.shard_size=1", "fsdp.recompute={ backbone = 1 }"),
+    ("balance.split=auto", CHEAP, "run.microbatches=4", "balance.cost=length"),
 ]
 
 
@@ -130,7 +139,9 @@ def test_prediction_places_every_item_where_training_does(recipe_file, overrides
     assert placed.num_microbatches == len(step.microbatches) == count
     assert placed.methods == (() if plan.balance == "off" else tuple(p.decision.method for p in step.microbatches))
     assert (step.method != "") == (count > 1 and recipe.balance.defer == "auto")
-    if count == 8:
+    if recipe.balance.cut_by:
+        assert any(part.decision.shares_items for part in step.microbatches)
+    elif count == 8:
         assert step.method == "defer"
     for number, part in enumerate(step.microbatches):
         for phase, assignment in part.decision.assignments.items():
@@ -138,6 +149,8 @@ def test_prediction_places_every_item_where_training_does(recipe_file, overrides
             own = items.microbatch == number
             np.testing.assert_array_equal(items.replica[own], assignment.ranks, phase)
             np.testing.assert_array_equal(items.position[own], assignment.positions, phase)
+            cuts = items.cuts and items.cuts.keep(own)
+            assert columns_of(cuts) == columns_of(part.decision.cuts_of(phase))
             np.testing.assert_array_equal(items.length[own], batch.take(part.examples).of(phase).length, phase)
 
 

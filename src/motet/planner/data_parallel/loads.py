@@ -25,6 +25,8 @@ from motet.cost.memory import StageLayer, kept_bytes, stage_layers, stage_memory
 from motet.cost.model import Work, backward_seconds
 from motet.planner.job import Job
 from motet.planner.stages.recompute import StageBytes, stateless_bytes
+from motet.simulate.predict.context_pricing import ContextPrice, ContextPricing
+from motet.simulate.predict.layer_work import LayerWork
 
 _NUM_SAMPLED_REPLICAS, _NUM_SAMPLED = 256, 512
 """The most replicas of a sample, and the most microbatches of all of them together."""
@@ -221,7 +223,7 @@ def _reduced(join: np.ufunc, amount: Float64Array, first: Int64Array) -> Float64
 
 def assigned_load(job: Job, plan: Plan) -> Load:
     """The load of a Plan on the first examples of the job's batch, assigned as in the simulator."""
-    return load_of(job, job.assignment(plan), plan.unit_of(BACKBONE))
+    return load_of(job, plan, job.assignment(plan))
 
 
 def sample_of(plan: Plan) -> Plan:
@@ -239,33 +241,22 @@ def sample_of(plan: Plan) -> Plan:
     return replace(plan, units=(sampled,), batch_size=size * num_microbatches)
 
 
-def load_of(job: Job, assignment: StepAssignment, unit: Unit) -> Load:
-    """The load of the ranks of a unit that holds all modules, for items that are assigned to them."""
-    shape = unit.dp, assignment.num_microbatches
-
-    @cache
-    def work_like(name: str, layer: Layer) -> Work:
-        items = assignment.modules[name]
-        batch_index = items.batch_index(shape[1])
-        targets = None
-        if name == BACKBONE:
-            targets = np.bincount(batch_index, assignment.batch.num_targets, shape[0] * shape[1]).astype(np.int64)
-        padded = job.model.module(name).padded
-        return work_of_items(layer, items, batch_index, shape[0] * shape[1], padded=padded, num_targets=targets)
-
-    def work(name: str, layer: Layer) -> Work:
-        return work_like(name, like_layer(layer))
+def load_of(job: Job, plan: Plan, assignment: StepAssignment) -> Load:
+    """The load of the ranks of a Plan's one unit, for items that are assigned to them."""
+    unit, work = plan.unit_of(BACKBONE), LayerWork(plan, assignment)
+    shape, are_shared = (unit.dp, assignment.num_microbatches), any(items.cuts for items in assignment.modules.values())
 
     # A microbatch has a backward pass through a module if it has items of what learns.
     learning = {name: assignment.has_any(job.model.learners(name)).astype(float) for name in assignment.modules}
     load = _load(
         job,
         unit.tp,
-        work,
+        work.of_replicas,
         shape,
         learning,
         lambda name: _moved_bytes(job, name, assignment, unit),
         lambda name: num_given_rows(assignment, name, None),
+        ContextPricing(work, job.cost, job.exchange).price if are_shared else None,
     )
     return replace(load, methods=assignment.methods)
 
@@ -292,7 +283,7 @@ def _moved_bytes(job: Job, name: str, assignment: StepAssignment, unit: Unit) ->
     if name == BACKBONE:
         return None
     node = np.array([job.cluster.node_of(rank) for rank in unit.ranks[:: unit.tp]])
-    rows = assignment.moved_rows(name, node)
+    rows = assignment.moved_rows(name, node, merges=job.model.merges)
     row_bytes = job.model.moved(name)[0].output_width * job.mixed_precision(pipeline=False).compute
     return rows.in_bytes(row_bytes, unit.tp) if rows.busiest.any() else None
 
@@ -305,9 +296,11 @@ def _load(
     learning: Mapping[str, Float64Array],
     moved_bytes: Callable[[str], Moved | None],
     taken: Callable[[str], Float64Array | Int64Array],
+    context: Callable[[str, Layer], ContextPrice] | None = None,
 ) -> Load:
     """work: of a layer on all ranks and microbatches; shape: (ranks, microbatches). learning: by module, the share of
-    each microbatch that has a backward pass. taken: rows of an encoder that sequences take in, of the shape."""
+    each microbatch that has a backward pass. taken: rows of an encoder that sequences take in, of the shape.
+    context: of a layer, what ranks that share items exchange; None: none do."""
     names = [module.name for module in job.model.modules if module.name != BACKBONE] + [BACKBONE]
     largest: dict[tuple[str, Layer], float] = {}
     modules = {}
@@ -320,7 +313,8 @@ def _load(
         for number, kind in enumerate(kinds):
             layer_work = work(name, kind.layer)
             largest[name, kind.layer] = float(layer_work.rows.max(initial=0.0))
-            priced[:, number] = _priced(job, kind, layer_work, tp).reshape(5, *shape)
+            shared = context and context(name, kind.layer)
+            priced[:, number] = _priced(job, kind, layer_work, tp, shared).reshape(5, *shape)
         priced[[1, 3]] *= learning[name]
         # 2. Count layers by kind: in all, and recomputed with the first n blocks.
         is_kind = np.array([[layer == kind for kind in kinds] for layer in layers]).reshape(len(layers), -1)
@@ -336,21 +330,22 @@ def _load(
     return Load(job, tp, modules, largest)
 
 
-def _priced(job: Job, placed: StageLayer, work: Work, tp: int) -> Float64Array:
+def _priced(job: Job, placed: StageLayer, work: Work, tp: int, context: ContextPrice | None) -> Float64Array:
     """[5, num_microbatches of all ranks] of one layer: forward, backward, kept bytes; and, if it is recomputed, seconds
     added and bytes saved."""
     layer, element_bytes = placed.layer, job.mixed_precision(pipeline=False).compute
     seconds = job.cost.unwrapped().layer_seconds(placed.module, layer, work, tp)  # Whole copies have no hooks.
     tensor_s = job.cost.tensor_seconds(layer, work, range(tp)) if tp > 1 else np.zeros_like(work.rows)
+    given_s, copied = (np.zeros_like(work.rows),) * 2 if context is None else context
     has_backward = float(placed.has_backward)
-    forward = seconds.forward_s + tensor_s
+    forward = seconds.forward_s + tensor_s + given_s
     row_bytes, input_bytes = kept_bytes(placed, 1.0, tp, element_bytes)
     return np.stack(
         [
             forward,
-            backward_seconds(seconds, layer, placed.needs_input) + has_backward * tensor_s,
-            has_backward * work.rows * row_bytes,
+            backward_seconds(seconds, layer, placed.needs_input) + has_backward * (tensor_s + given_s),
+            has_backward * (work.rows * row_bytes + copied),
             placed.recomputed * forward,
-            placed.recomputed * work.rows * (row_bytes - input_bytes),
+            placed.recomputed * (work.rows * (row_bytes - input_bytes) + copied),
         ]
     )

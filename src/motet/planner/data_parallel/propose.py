@@ -61,8 +61,6 @@ def _refused(job: Job, pins: Pins) -> str | None:
         return f"data parallelism has no pipeline; {cut}."
     if not pins.allow(schedule="data_parallel"):
         return f"data parallelism has no pipeline; the schedule is pinned to {pins.schedule!r}."
-    if pins.balance == "split":
-        return "data parallelism has no pipeline; balance is pinned to 'split', which cuts sequences in stages."
     # `_wrong` rules out what does not divide the batch, and names batches that would.
     return indivisible(job, replace(pins, dp=None, microbatch_size=None), 1)
 

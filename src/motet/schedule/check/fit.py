@@ -312,13 +312,22 @@ def _check_schedule(plan: Plan) -> None:
 
 
 def _check_split(plan: Plan) -> None:
-    """There are replicas in stages that can share sequences."""
+    """There are replicas that can share sequences, and whose passes can be cut."""
     unit = backbone_unit(plan)
     cuts = "balance is 'split', which cuts sequences over replicas of the backbone"
     if plan.schedule == "data_parallel":
-        raise UserError(
-            f"{cuts} in stages; under 'data_parallel' a recipe's balance.split = \"auto\" cuts beside 'auto'."
-        )
+        if plan.microbatch_caps:
+            raise UserError(
+                f"{cuts}, and under 'data_parallel' caps make each microbatch of a rank a group of whole examples; "
+                "leave microbatch_caps out, or balance by 'auto'."
+            )
+        if plan.policy.get(BACKBONE, "packed") != "packed":
+            raise UserError(f"{cuts}: they are packed, and policy of the backbone is {plan.policy[BACKBONE]!r}.")
+        if made := plan.model.generators:
+            raise UserError(
+                f"{cuts}, and under 'data_parallel' {made[0]!r} reads query tokens of whole sequences; balance by "
+                "'auto', or plan stages."
+            )
     if unit.dp == 1:
         raise UserError(f"{cuts}, and unit {unit.name!r} has one; dp must be 2 or more.")
 

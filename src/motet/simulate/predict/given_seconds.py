@@ -27,9 +27,12 @@ def given_seconds(pricing: Pricing, stage: PlannedStage) -> tuple[Float64Array, 
     forward = backward = pricing.none(stage)
     unit, model = stage.unit, pricing.plan.model
     if BACKBONE in stage.layers and (unit.cp > 1 or pricing.assignment.modules[BACKBONE].cuts is not None):
-        merges = model.merges and stage.layers[BACKBONE][0] == 0
-        times = {name: _times(model, stage, name) for name in model.sources(BACKBONE)}
+        merges, colocated = model.merges and stage.layers[BACKBONE][0] == 0, pricing.plan.schedule == "data_parallel"
+        # Of colocated phases the exchange takes rows to their places, or to the rank that merges.
+        times = {} if colocated else {name: _times(model, stage, name) for name in model.sources(BACKBONE)}
         for name, seconds in merge_seconds(pricing).items() if merges else ():
+            if colocated and name != BACKBONE:
+                continue
             forward = forward + seconds
             backward = backward + seconds * (name == BACKBONE or model.moved(name)[1])
         is_last = stage.layers[BACKBONE][1] == model.num_blocks[BACKBONE]

@@ -140,7 +140,10 @@ class LayerWork:
         return work_of_items(like, items, batch_index, size, padded=padded, num_targets=targets)
 
     def _of_fragments(self, name: str, like: Layer) -> Work:
-        """`of_replicas` where replicas share some sequences: a fragment has its share of the rows and pairs of all."""
+        """`of_replicas` where replicas share some items: a fragment has its share of the rows and pairs of all.
+
+        Where some of a microbatch are shared, none of its items is padded.
+        """
         items, num = self.assignment.modules[name], self.assignment.num_microbatches
         cuts, of_each = items.cuts, self._of_each(name, like)
         assert cuts is not None, "replicas share sequences"
@@ -151,7 +154,12 @@ class LayerWork:
         share = np.concatenate([np.ones(len(whole)), of_cut])
         columns = (column[item] * share for column in (of_each.rows, of_each.pairs))
         size = items.num_replicas * num
-        return Work(*(np.bincount(cell, column, size).astype(np.float64) for column in columns))
+        work = Work(*(np.bincount(cell, column, size).astype(np.float64) for column in columns))
+        if not self.plan.model.module(name).padded:
+            return work
+        is_cut = np.isin(np.arange(size) % num, items.microbatch[cuts.items])
+        padded = self._of_whole(name, like)
+        return Work(np.where(is_cut, work.rows, padded.rows), np.where(is_cut, work.pairs, padded.pairs))
 
     def _of_each(self, name: str, like: Layer) -> Work:
         """Work of each item of a module in layers that are like this one, [num_items] each."""

@@ -86,7 +86,8 @@ class Traffic:
         model = self.plan.model
         for name in (module.name for module in model.modules if module.name != BACKBONE):
             row_bytes = model.moved(name)[0].output_width * self.precision.compute
-            moved_bytes = self.assignment.moved_rows(name, node).in_bytes(row_bytes, unit.tp)
+            rows = self.assignment.moved_rows(name, node, merges=model.merges)
+            moved_bytes = rows.in_bytes(row_bytes, unit.tp)
             seconds[name] = self.cost.exchange_seconds(moved_bytes, ranks)
         # One end of each edge is the backbone's, and the other says what moves.
         edges = self.planned.program.distinct_edges

@@ -25,6 +25,7 @@ _BALANCES = {
     "joint": "one assignment of examples for all modules",
     "per_phase": "an assignment of items for each module",
     "auto": "one assignment for all modules or one for each, whichever makes the step faster",
+    "split": "one assignment for all modules or one for each, with long items cut over ranks where that is faster",
 }
 _POLICIES = {
     "packed": "packed",
