@@ -197,12 +197,6 @@ def test_what_replicas_cannot_share_is_refused(options, why):
         planned(beside(**{"image": 2, "audio": 2, "balance": "split", **options}))
 
 
-def test_data_parallel_plans_leave_cutting_to_the_recipe():
-    whole = Unit("all", ({"image": 4, "audio": 3, "backbone": sum(stage["backbone"] for stage in HALVES)},), dp=4)
-    with pytest.raises(UserError, match=r"a recipe's balance\.split"):
-        planned(plan(whole, batch_size=16, schedule="data_parallel", balance="split"))
-
-
 def test_replicas_that_other_units_feed_in_common_meet():
     """Fills in which each replica would wait for the other are none, also where each by itself can run."""
     units = (

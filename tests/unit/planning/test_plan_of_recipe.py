@@ -6,7 +6,7 @@ import pytest
 
 from cli.tiny_job import write_tiny_job
 from motet.assign.balancing import by_operations
-from motet.balance import Packed, Padded, PaddedAttention
+from motet.balance import METHODS, Packed, Padded, PaddedAttention
 from motet.core.cluster import Cluster, Device, Link
 from motet.core.errors import UserError
 from motet.core.plan import Unit
@@ -25,7 +25,7 @@ from motet.planner.data_parallel.propose import propose_data_parallel
 from motet.planner.job import Job
 from motet.planner.search import search
 from motet.planning.cluster import ClusterOptions, cluster_of
-from motet.planning.job import JobOptions
+from motet.planning.job import JobOptions, job_of_recipe
 from motet.planning.plan_of_recipe import plan_of_recipe, read_recipe_as_plan, recipe_of_plan
 from motet.planning.sources import training_data
 from motet.planning.trainable import obstacle, on_all_ranks
@@ -178,6 +178,7 @@ def test_a_plan_that_can_be_run_is_the_plan_of_its_recipe(recipe_file, num_ranks
         ("balance.policy={ image = 'padded' }",),
         ("balance.policy={ audio = 'padded_attention' }", "balance={ cost = 'length', costs.audio.quadratic = 1 }"),
         ("balance.speed={ device_tflops = 3.0 }", "run.dtype=float64"),
+        ("balance.split=auto",),
     ],
 )
 def test_a_recipe_is_the_recipe_of_its_plan(recipe_file, overrides):
@@ -240,6 +241,22 @@ def test_what_is_measured_or_stated_for_balancing_goes_where_nothing_is_balanced
     joint = replace(planned_recipe(recipe_file, 2), balance="joint")
     settings = recipe_of_plan(joint, load_recipe(recipe_file, ("balance.node_wise=false",)))
     assert settings.balance == BalanceConfig(method="joint")
+
+
+def test_a_plan_that_cuts_long_items_is_trained_so(recipe_file):
+    plan, recipe = replace(planned_recipe(recipe_file, 2), balance="split"), load_recipe(recipe_file)
+    settings = recipe_of_plan(plan, recipe)
+    assert settings.balance.methods == (*METHODS, "split") and not obstacle(plan, recipe)
+    for overrides, said in (
+        ({"balance.mode=exchange"}, "balance 'split', which takes examples that every rank can read"),
+        ({"balance.communicator=all_gather"}, "balance 'split', which sends each rank its rows alone"),
+        ({"run.compile=true"}, "balance 'split' beside run.compile"),
+    ):
+        assert obstacle(plan, load_recipe(recipe_file, overrides)).startswith(said)
+    with pytest.raises(UserError, match=r"let --pin balance=split cut them"):
+        job_of_recipe(recipe_file, JobOptions(ClusterOptions("cpu", 1, 2)), ["balance.split=auto"])
+    with pytest.raises(UserError, match='set method = "auto" and split = "auto" to simulate the recipe'):
+        planned_recipe(recipe_file, 2, "balance.method=split")
 
 
 def test_what_training_cannot_run(recipe_file):

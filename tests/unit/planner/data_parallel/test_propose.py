@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from motet.assign.balancing import operation_costs, recomputed_blocks
+from motet.balance import Speed
 from motet.core.cluster import Cluster, Device, Link
 from motet.core.plan import Plan, Unit
 from motet.core.sampler import Sampler
 from motet.core.shapes import Transformer, audio_encoder, connect, language_model, multimodal, vit
 from motet.core.spec import ModelSpec
 from motet.cost.analytic import Analytic
-from motet.planner.candidate import Candidate, Pins, RuledOut, size_words
+from motet.planner.candidate import Candidate, Pins, RuledOut, predict_candidate, size_words
 from motet.planner.data_parallel.loads import EvenBatch, assigned_load, state_of
 from motet.planner.data_parallel.propose import propose_data_parallel
 from motet.planner.data_parallel.search import DataParallelSearch
@@ -89,7 +91,15 @@ def simulated(given_job, plan):
     each=st.sampled_from([1, 4, 6]),
     trainable=st.booleans(),
     pins=st.sampled_from(
-        [Pins(), Pins(balance="off"), Pins(tp=2), Pins(dp=2), Pins(recompute="full"), Pins(balance="per_phase")]
+        [
+            Pins(),
+            Pins(balance="off"),
+            Pins(tp=2),
+            Pins(dp=2),
+            Pins(recompute="full"),
+            Pins(balance="per_phase"),
+            Pins(balance="split"),
+        ]
     ),
 )
 @settings(max_examples=25)
@@ -263,6 +273,20 @@ def test_pins_hold():
         assert (one.plan.balance, one.plan.microbatch_size, one.plan.units[0].dp) == ("off", 2, 4)
         assert one.plan.units[0].tp == 2
         assert not any("alanc" in fact for fact in one.facts)
+
+
+def test_long_items_are_cut_where_that_is_pinned():
+    """On eight ranks with two examples each, of which some have several images."""
+
+    def slow_devices(plan):
+        speed = Speed(2e13, Link(1e11, 3e-6), Link(1e11, 3e-6))
+        return operation_costs(plan.model, recomputed_blocks(plan), speed, element_bytes=2)
+
+    given_job = replace(job(8000, batch_size=16), balancing=slow_devices)
+    whole, cut = (proposed(given_job, Pins(balance=balance, tp=1))[0][0] for balance in ("auto", "split"))
+    assert cut.plan.balance == "split" and any(items.cuts for items in given_job.assignment(cut.plan).modules.values())
+    cut_s, whole_s = (predict_candidate(given_job, one).step_s for one in (cut, whole))
+    assert cut.bound_s <= cut_s < 0.95 * whole_s
 
 
 def test_one_rank_balances_nothing():
