@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from motet.peer_copies import PeerCopies
+from motet.train import planned_job
 
 
 class SharedMemory:
@@ -36,6 +37,11 @@ class SharedMemory:
     def barrier(self):
         dist.barrier(self.group)
         time.sleep(self.delay_s)
+
+
+def opening_copies(device):
+    """As `motet.train.planned_job.opening_copies`, on CPU ranks too."""
+    return copies if device.type == "cpu" else planned_job.opening_copies(device)
 
 
 def copies(group, delays=()):
