@@ -1,6 +1,9 @@
 """Collectives by copies out of other ranks' memory, over files that CPU ranks map: the code that runs on GPUs."""
 
 import itertools
+import math
+from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 import torch
@@ -109,6 +112,108 @@ def _on_a_cpu(rank, num_ranks):
 
 def test_a_cpu_has_no_copy_engines():
     run_ranks(_on_a_cpu, 2)
+
+
+def _on_gpus(rank, num_ranks, reaches):
+    """What is refused on a machine of GPUs that a torch without CUDA cannot use. reaches: of each rank, by device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.cuda.device_count", lambda: num_ranks)
+        patch.setattr("torch.cuda.can_device_access_peer", lambda own, other: reaches[own][other])
+        with pytest.raises(UserError) as refused:
+            open_copies(dist.group.WORLD, torch.device("cuda", rank), timedelta(seconds=1))
+    return str(refused.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use CUDA devices here")
+def test_what_gpus_cannot_do_is_one_sentence_on_all_ranks():
+    said = run_ranks(_on_gpus, 2, [[False, True], [False, False]])
+    asked = (
+        'cluster has tensor_transport "copy_engines", by which tensor-parallel ranks read each other\'s memory, and '
+    )
+    instead = '; plan with cluster.tensor_transport = "collectives".'
+    assert said == [f"The plan's {asked}device 1 of rank 1 cannot read that of rank 0{instead}"] * 2
+    for text in run_ranks(_on_gpus, 2, [[False, True], [True, False]]):
+        assert f"{asked}torch's symmetric memory fails here (" in text and text.endswith(f"){instead}")
+        assert "\n" not in text
+
+
+class Streams:
+    """CUDA streams without a GPU: which one each operation is put into, and which one waits for which."""
+
+    def __init__(self):
+        self.log, self.current = [], self.Stream(self, "compute")
+
+    class Stream:
+        def __init__(self, streams, name):
+            self.streams, self.name, self.device = streams, name, torch.device("cuda", 0)
+
+        def wait_stream(self, other):
+            self.streams.log.append(f"{self.name} waits for {other.name}")
+
+        def record_event(self):
+            self.streams.log.append(f"{self.name} is marked")
+            return self
+
+        def wait(self):
+            self.streams.log.append(f"{self.streams.current.name} waits for the mark")
+
+        def synchronize(self):
+            self.streams.log.append(f"the host waits for {self.name}")
+
+    @contextmanager
+    def using(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def patch(self, patch):
+        patch.setattr("torch.cuda.Stream", lambda device: self.Stream(self, "copies"))
+        patch.setattr("torch.cuda.stream", self.using)
+        patch.setattr("torch.cuda.current_stream", lambda device: self.current)
+
+
+class LoggedMemory:
+    """Memory of one rank, which stands for the other, too."""
+
+    def __init__(self, streams, num_bytes):
+        self.streams, self.bytes = streams, torch.zeros(num_bytes, dtype=torch.uint8)
+        streams.log.append(f"{streams.current.name} allocates {num_bytes}")
+
+    def get_buffer(self, rank, sizes, dtype, storage_offset):
+        self.streams.log.append(f"{self.streams.current.name} reaches for rank {rank}")
+        return self.bytes.view(dtype)[storage_offset:][: math.prod(sizes)].view(sizes)
+
+    def barrier(self):
+        self.streams.log.append(f"{self.streams.current.name} meets")
+
+
+def test_on_a_gpu_messages_are_on_a_stream_of_their_own(monkeypatch):
+    streams = Streams()
+    streams.patch(monkeypatch)
+    monkeypatch.setattr("motet.peer_copies.LEAST_BYTES", 64)
+    sent = PeerCopies(0, 2, torch.device("cuda", 0), lambda num_bytes: LoggedMemory(streams, num_bytes))
+    begun = ["copies waits for compute"]
+    exchange = ["copies reaches for rank 0", "copies meets", "copies reaches for rank 1", "copies is marked"]
+    sent.all_gather(torch.empty(8), torch.empty(4)).wait()
+    assert streams.log == [*begun, "copies allocates 128", *begun, *exchange, "compute waits for the mark"]
+    streams.log.clear()
+    sent.reduce_scatter(torch.empty(10), torch.empty(20)).wait()
+    grown = ["copies meets", "the host waits for copies", "copies allocates 256"]
+    assert streams.log == [*begun, *grown, *exchange, "compute waits for the mark"]
+
+
+def test_torch_has_the_symmetric_memory_that_is_used():
+    """It is private, or called alpha: a torch without it is noticed here."""
+    of_torch = pytest.importorskip("torch._C._distributed_c10d")._SymmetricMemory
+    for name, keywords in (
+        ("empty_strided_p2p", "size: stride: dtype: device: group_name:"),
+        ("rendezvous", "tensor:"),
+        ("get_buffer", "rank: sizes: dtype: storage_offset:"),
+        ("barrier", "channel: timeout_ms:"),
+    ):
+        said = getattr(of_torch, name).__doc__
+        places = [said.find(keyword) for keyword in keywords.split()]
+        assert places == sorted(places) and places[0] > 0, said
 
 
 @pytest.mark.parametrize(
