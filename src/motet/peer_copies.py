@@ -9,8 +9,8 @@ use in turn, so that one barrier a message is enough:
 A rank writes half 0 again behind the second barrier, to which the others come when they have read half 0.
 
 torch's own helpers do not fit: `_pipelined_all_gather_and_consume` and `_pipelined_produce_and_all2all` cut by rank, so
-that a rank has nothing to compute while the last one's rows come, and `_low_contention_reduce_scatter` sums what it got
-in an order of its own.
+that a rank has nothing to compute while the last one's rows come, and `_low_contention_reduce_scatter` leaves the order
+of a sum to `Tensor.sum`.
 """
 
 from __future__ import annotations
