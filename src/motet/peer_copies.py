@@ -60,7 +60,8 @@ class PeerCopies:
     def __init__(self, index: int, size: int, device: torch.device, allocate: Callable[[int], PeerMemory]) -> None:
         self.index, self.size = index, size
         self._allocate, self._half_bytes, self._is_second = allocate, LEAST_BYTES, False
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Of high priority: a barrier is one block, and would come behind all blocks of a product that has begun.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         with self._beside():
             self._memory: PeerMemory | None = allocate(2 * LEAST_BYTES)
 

@@ -167,7 +167,7 @@ class Streams:
         self.current = before
 
     def patch(self, patch):
-        patch.setattr("torch.cuda.Stream", lambda device: self.Stream(self, "copies"))
+        patch.setattr("torch.cuda.Stream", lambda device, priority: self.Stream(self, "copies"))
         patch.setattr("torch.cuda.stream", self.using)
         patch.setattr("torch.cuda.current_stream", lambda device: self.current)
 

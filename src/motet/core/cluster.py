@@ -28,6 +28,15 @@ TensorTransport = Literal["collectives", "copy_engines"]
 """How pieces of products travel between tensor-parallel ranks."""
 
 
+def check_pieces(tensor_pieces: int, tensor_transport: TensorTransport) -> None:
+    """Raise ArgumentError for pieces that are to travel by copies where there are none."""
+    if tensor_transport != "collectives" and tensor_pieces == 1:
+        raise ArgumentError(
+            f"tensor_transport is {tensor_transport!r}, by which pieces of products travel, and tensor_pieces is 1, "
+            "which cuts none; set tensor_pieces to 2 or more, or leave tensor_transport out."
+        )
+
+
 @dataclass(frozen=True)
 class Link:
     """The speed of messages between ranks.
@@ -113,11 +122,7 @@ class Cluster:
                 f"tensor_pieces is {self.tensor_pieces}, but ranks on {self.device.name!r} compute nothing while "
                 "collectives run, so that pieces would gain nothing; leave it out."
             )
-        if self.tensor_transport != "collectives" and self.tensor_pieces == 1:
-            raise ArgumentError(
-                f"tensor_transport is {self.tensor_transport!r}, by which pieces of products travel, and tensor_pieces "
-                "is 1, which cuts none; set tensor_pieces to 2 or more, or leave tensor_transport out."
-            )
+        check_pieces(self.tensor_pieces, self.tensor_transport)
         if self.num_ranks > MAX_RANKS:
             raise ArgumentError(
                 f"{counted_words(self.num_nodes, 'node')} of {counted_words(self.ranks_per_node, 'rank')} are "

@@ -15,9 +15,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from motet.core.cluster import Cluster, Device, Link, TensorTransport
+from motet.core.cluster import Cluster, Device, Link, TensorTransport, check_pieces
 from motet.core.errors import ArgumentError
 from motet.core.limits import MAX_NODES, MAX_PIECES, MAX_RANKS_PER_NODE, Latency, Rate
 from motet.cost.cpu import measured_cpu
@@ -138,6 +138,11 @@ class ClusterConfig(BaseModel):
             if precision not in PRECISIONS:
                 raise ValueError(f"there is no precision {precision!r}; those with a peak are {', '.join(PRECISIONS)}")
         return given
+
+    @model_validator(mode="after")
+    def _pieces_travel(self) -> ClusterConfig:
+        check_pieces(self.tensor_pieces, self.tensor_transport)
+        return self
 
     def cluster(self) -> Cluster:
         """The catalogue's cluster, with the numbers that are given here."""

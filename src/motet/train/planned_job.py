@@ -210,18 +210,15 @@ def check_context_unused(context: ContextConfig) -> None:
 
 
 def unused_pieces(recipe: Recipe, plan: Plan | None) -> str:
-    """The sentence on `cluster.tensor_pieces` and how these travel, of a recipe where no ranks share products; "" where
-    some do.
+    """The sentence on `cluster.tensor_pieces` of a recipe where no ranks share products; "" where some do.
 
     It is no error: `[cluster]` is what the recipe is planned for, and the fastest Plan may have no such ranks.
     """
-    asked = {} if recipe.cluster is None else recipe.cluster.model_dump(exclude_defaults=True)
-    key = next((key for key in ("tensor_pieces", "tensor_transport") if key in asked), "")
-    if not key or (plan is not None and any(unit.tp > 1 for unit in plan.units)):
+    pieces = recipe.cluster.tensor_pieces if recipe.cluster is not None else 1
+    if pieces == 1 or (plan is not None and any(unit.tp > 1 for unit in plan.units)):
         return ""
-    what = {"tensor_pieces": "cuts products", "tensor_transport": "sends pieces of products"}[key]
     why = "without a plan none do" if plan is None else "no unit of the plan has tp above 1"
-    return f"cluster.{key} = {asked[key]} has no effect on this run: it {what} that ranks share, and {why}."
+    return f"cluster.tensor_pieces = {pieces} has no effect on this run: it cuts products that ranks share, and {why}."
 
 
 def opening_copies(device: torch.device) -> OpenCopies:
