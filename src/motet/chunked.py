@@ -5,8 +5,8 @@
     summed products:  product 0 | product 1   | product 2    |             remap: rows of chunks back into their order
                                 | sum 0       | sum 1        | sum 2
 
-This is StepCCL (MMScale, section 6) with collectives of torch in place of copy engines. It is off (`TensorRanks.chunks`
-is 1) unless a Plan's cluster has `tensor_pieces`: no GPU has shown yet that it gains.
+This is StepCCL (MMScale, section 6), by collectives of torch or, on GPUs of a node, copy engines (`peer_copies.py`). It
+is off (`TensorRanks.chunks` is 1) unless a Plan's cluster has `tensor_pieces`: no GPU has shown yet that it gains.
 
 A chunk has a run of rows of each rank's part, so that a sum goes to the rank, and is added up in the order, that the
 undivided sum has: results are the same bit by bit where the library computes a row alike among many rows and few (MKL
@@ -75,12 +75,15 @@ class RowChunks:
 
     def gathered(self, part: Tensor) -> Iterator[tuple[_Span, Tensor]]:
         """Chunks of the rows of all ranks, one by one as they arrive. part: this rank's rows [in_part, width]."""
-        part, group = part.contiguous(), self.ranks.group
+        part, group, copies = part.contiguous(), self.ranks.group, self.ranks.copies
         started: deque[tuple[_Span, Tensor, Any]] = deque()
         for first, stop in self.spans:
             every = part.new_empty(self.ranks.size * (stop - first), part.shape[1])
             self.ranks.count(every.nbytes)
-            work = dist.all_gather_single(every, part[first:stop], group=group, async_op=True)
+            if copies is None:
+                work = dist.all_gather_single(every, part[first:stop], group=group, async_op=True)
+            else:
+                work = copies.all_gather(every, part[first:stop])
             started.append(((first, stop), every, work))
         while started:
             span, every, work = started.popleft()
@@ -100,12 +103,14 @@ class _Sums:
 
     def add(self, span: _Span, chunk: Tensor) -> None:
         """Start the sum of a chunk, which is not used behind this."""
-        ranks = self._chunks.ranks
-        if self._chunks.in_parts:
-            ranks.count(chunk.nbytes)
+        ranks, in_parts = self._chunks.ranks, self._chunks.in_parts
+        ranks.count(chunk.nbytes, times=1 if in_parts else 2)
+        if ranks.copies is not None:
+            copies = ranks.copies
+            work = copies.reduce_scatter(self._sum[slice(*span)], chunk) if in_parts else copies.all_reduce(chunk)
+        elif in_parts:
             work = dist.reduce_scatter_single(self._sum[slice(*span)], chunk, group=ranks.group, async_op=True)
         else:
-            ranks.count(chunk.nbytes, times=2)
             work = dist.all_reduce(chunk, group=ranks.group, async_op=True)
         self._started.append((span, chunk, work))
 

@@ -30,6 +30,7 @@ from torch.nn.functional import linear
 from motet.chunked import LaterWeight, summed_product
 from motet.core.arrays import Int64Array
 from motet.dropout import set_divided
+from motet.peer_copies import PeerCopies
 
 _Move = Callable[[Tensor], Tensor]
 
@@ -41,6 +42,7 @@ class TensorRanks:
     sent:   gets the bytes that this rank sends in each collective of the group, as rings send them.
     chunks: in so many, products of branches and their collectives are beside each other (`chunked.py`); 1: one after
             the other.
+    copies: by which chunks travel; None: by collectives of torch.
 
     Example:
         >>> [TensorRanks(None, index, size=2).part(5) for index in range(2)]
@@ -52,6 +54,7 @@ class TensorRanks:
     size: int
     sent: list[float] = field(default_factory=list, compare=False)
     chunks: int = 1
+    copies: PeerCopies | None = None
 
     def part(self, num: int) -> tuple[int, int]:
         """(first, stop) of this rank's share of `num` rows or columns, cut as torch.chunk cuts."""

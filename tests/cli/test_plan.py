@@ -182,6 +182,22 @@ def test_numbers_of_another_device_are_named(recipe, monkeypatch, capsys):
     assert not capsys.readouterr().err
 
 
+def test_pieces_that_are_copied(recipe, monkeypatch, capsys):
+    """They are priced as any pieces; without pieces nothing is copied."""
+    copied, pieces = (("--set", f"cluster.{one}") for one in ("tensor_transport=copy_engines", "tensor_pieces=2"))
+    told = fails(monkeypatch, capsys, "plan", recipe, *QUICK, *copied)
+    assert "tensor_transport is 'copy_engines', by which pieces of products travel, and tensor_pieces is 1" in told
+    told = fails(monkeypatch, capsys, "plan", recipe, *QUICK, "--set", "cluster.tensor_transport=engines", *pieces)
+    assert "cluster.tensor_transport" in told and "'collectives' or 'copy_engines'" in told
+    steps = []
+    for options in (pieces, (*pieces, *copied)):
+        motet(monkeypatch, "plan", recipe, *QUICK, *TRAINS, "--pin", "tp=2", *options, "--json", "-")
+        steps.append(json.loads(capsys.readouterr().out)[0]["step_s"])
+    assert steps[0] == steps[1]
+    written = json.loads((recipe.parent / "plan.json").read_text())["cluster"]
+    assert (written["tensor_pieces"], written["tensor_transport"]) == (2, "copy_engines")
+
+
 @pytest.mark.slow
 def test_a_cluster_without_a_device_is_of_the_one_that_the_command_line_names(recipe, monkeypatch, capsys):
     recipe.write_text(RECIPE.replace('device = "h100"\nranks_per_node = 2', ""))

@@ -101,6 +101,49 @@ def test_pieces_are_those_of_the_plan_where_ranks_share_products(refused, job):
     assert "is for cluster.tensor_pieces = 1, and the recipe has 4; plan anew" in refused(pieces, units=[unit])
 
 
+def _copied(job, **changes):
+    """What changes the Plan to one whose ranks share products, and copy their pieces. changes: of its cluster."""
+    plan = json.loads(job.with_name("plan.json").read_text())
+    unit = {**plan["units"][0], "tp": 2, "pp": 1, "stages": [{"image": 2, "audio": 2, "backbone": 3}]}
+    cluster = {**plan["cluster"], "tensor_pieces": 2, "tensor_transport": "copy_engines", **changes}
+    return {"units": [unit], "cluster": {**cluster, "device": {**cluster["device"], "overlaps": True}}}
+
+
+def test_copies_between_gpus_are_those_of_the_plan(refused, job):
+    stated = 'cluster={ device = "h100", tensor_pieces = 2, tensor_transport = "copy_engines" }'
+    said = "is for cluster.tensor_transport = collectives, and the recipe has copy_engines; plan anew: motet plan"
+    assert said in refused(stated, **_copied(job, tensor_transport="collectives"))
+    said = "'cluster.tensor_transport' must be 'collectives' or 'copy_engines', not \"engines\""
+    assert said in refused(**_copied(job, tensor_transport="engines"))
+    said = (
+        "'cluster' is wrong: tensor_transport is 'copy_engines', by which pieces of products travel, and tensor_pieces"
+    )
+    assert said in refused(**_copied(job, tensor_pieces=1))
+
+
+def test_copies_are_made_inside_a_node(refused, job):
+    assert refused(**_copied(job, num_nodes=2, ranks_per_node=1)).startswith(
+        "/plan.json has tensor_transport 'copy_engines', which copies inside a node, beside ranks 0 to 1 of unit "
+        "'all', which share products (tp) between nodes, which training cannot run yet; plan anew: motet plan"
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("data_parallel", marks=pytest.mark.slow)])
+def test_copies_need_gpus(job, tmp_path, schedule):
+    """All ranks say so alike, before anything is read, or built."""
+    plan = json.loads(job.with_name("plan.json").read_text()) | _copied(job) | {"schedule": schedule}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    sets = [word for one in (f"run.dir={tmp_path / 'run'}", *AS_PLANNED) for word in ("--set", one)]
+    ended = motet_on_ranks(2, "train", job, "--plan", tmp_path / "plan.json", *sets)
+    assert ended.returncode == 2
+    (said,) = set(ended.stderr.splitlines())  # By each: which of them speaks under torchrun is tested in test_crash.py.
+    assert said == (
+        'The plan\'s cluster has tensor_transport "copy_engines", by which tensor-parallel ranks read each '
+        "other's memory, and this run is on cpu, not on CUDA devices; plan with cluster.tensor_transport = "
+        '"collectives".'
+    )
+
+
 def test_pieces_of_products_that_no_ranks_share_are_said_to_have_no_effect(job, tmp_path):
     """The recipe still trains: it may be planned with them, too."""
     said = "cluster.tensor_pieces = 4 has no effect on this run: it cuts products that ranks share, and "

@@ -18,6 +18,7 @@ from motet.cli import main
 from motet.core.plan import Plan, Unit
 from motet.core.plan_file import write_plan
 from motet.cost.catalogue import cluster
+from motet.peer_copies import PeerCopies
 from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.under_plan import recipe_under_plan
 from motet.simulate.bubbles import BUBBLE_KINDS
@@ -26,6 +27,7 @@ from motet.train.recipe.reading import of_phase
 from motet.train.recipe.recipe_file import load_recipe
 from motet.train.report.beside import MeasuredBeside
 from motet.train.trainer import PhaseOfRun, train
+from peer_memory import copies
 from ranks import free_port, run_ranks
 
 DEEPER = (
@@ -109,6 +111,39 @@ def row_of(plan_file, job, rank, monkeypatch, capsys):
         main()
     assert not exit_.value.code
     return [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+
+
+def train_with_copies(rank, num_ranks, *arguments):
+    """As `train_under`, with memory that CPU ranks share in place of that of GPUs. Returns how many messages it had."""
+    num_messages = []
+
+    class Counted(PeerCopies):
+        def _read(self, *arguments):
+            num_messages.append(1)
+            super()._read(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("peer_memory.PeerCopies", Counted)
+        patch.setattr("motet.train.planned_job.check_device", lambda device: None)
+        patch.setattr("motet.train.planned_job.open_copies", lambda group, device, limit: copies(group))
+        train_under(rank, num_ranks, *arguments)
+    return len(num_messages)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "data_parallel"])
+def test_pieces_of_products_that_are_copied_train_as_those_that_are_sent(job, tmp_path, schedule):
+    """With two ranks a sum has one order, so that not a bit differs."""
+    plan = plan_of(job, ({"image": 2, "audio": 2, "backbone": 3},), dp=2, schedule=schedule)
+    where = replace(plan.cluster, device=replace(plan.cluster.device, overlaps=True), tensor_pieces=2)
+    plan = replace(plan, units=(replace(plan.units[0], dp=1, tp=2),), microbatch_size=2, cluster=where)
+    found = []
+    for transport, trained in (("collectives", train_under), ("copy_engines", train_with_copies)):
+        run_dir, file = tmp_path / transport, tmp_path / f"{transport}.json"
+        write_plan(replace(plan, cluster=replace(where, tensor_transport=transport)), file)
+        num_messages = run_ranks(trained, 2, str(job), [*DEEPER, f"run.dir={run_dir}"], str(file))
+        found.append([(step["loss"], step["grad_norm"], step["bytes"]) for step in metrics(run_dir)])
+    assert found[0] == found[1] and num_messages[0] == num_messages[1] > 0
 
 
 @pytest.mark.parametrize(

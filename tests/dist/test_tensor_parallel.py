@@ -32,6 +32,7 @@ from motet.runtime.deferred import DeferredWeights
 from motet.tensor_parallel import TensorRanks, likeliest_entry, part_of, vocabulary_cross_entropy
 from motet.train.input.datasets import open_dataset
 from motet.train.recipe.recipe_file import load_recipe
+from peer_memory import copies
 from ranks import run_ranks
 
 with benchmark("whole_models") as whole_models, benchmark("against_transformers") as against:
@@ -174,8 +175,10 @@ def _whole(key):
     return key if (rows := NamedRows.of(key)) is None else rows.name
 
 
-def compare(rank, num_ranks, cases, chunks=1):
-    ranks = TensorRanks(dist.group.WORLD, rank, num_ranks, chunks=chunks)
+def compare(rank, num_ranks, cases, chunks=1, delays=None):
+    """delays: of copies in place of collectives, as of `SharedMemory`; None: there are none."""
+    by_copies = None if delays is None else copies(dist.group.WORLD, delays)
+    ranks = TensorRanks(dist.group.WORLD, rank, num_ranks, chunks=chunks, copies=by_copies)
     for family, options, encoder in cases:
         loss, gradients, tokens = run(build(family, options, encoder), encoder)
         for is_deferred, recomputes in ((False, True), (True, False)):

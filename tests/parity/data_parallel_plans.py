@@ -25,6 +25,7 @@ from motet.train.optimizer import OptimizerConfig, build_optimizer
 from motet.train.planned_job import divide_whole
 from motet.train.recipe.recipe import Recipe
 from parity.test_gradients import assembled
+from peer_memory import opening_copies
 
 if TYPE_CHECKING:
     from parity.planned import PlannedCase
@@ -61,6 +62,8 @@ class DataParallelRun:
             tensor_pieces=plan.cluster.tensor_pieces,
             expert_size=plan.units[0].ep,
         )
+        if plan.copies_pieces:
+            mesh = mesh.copying(opening_copies(device))
         model = case.model().to(device, stored)
         model.train()
         shard(model, mesh, fsdp, *divide_whole(model, mesh))

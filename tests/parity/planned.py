@@ -73,6 +73,7 @@ from parity.random_fills import with_random_fills
 from parity.tiny import draw_example, reference_step
 from parity.towers import qwen3_vl_tower, registry_tower, with_patches
 from parity.updates import updates_on_rows
+from peer_memory import opening_copies
 from ranks import run_ranks
 
 DIM, VOCABULARY = 16, 40
@@ -126,7 +127,7 @@ def build_hf_model(
     """The same parameters in every call.
 
     parts: as of `parity.planned_parts`. num_layers, family: of the backbone. dropout: of all that HF drops out.
-    chunks: of tensor-parallel products, where messages do not hold up compute.
+    chunks: of tensor-parallel products, where messages do not hold up compute. copied: by copies between ranks.
     lora: parts with adapters, unless they are frozen; "backbone *_proj" has them in layers with such names alone.
 
     made: generators, as of `parity.planned_generators`.
@@ -253,6 +254,7 @@ class PlannedCase:
     made: tuple[str, ...] = ()
     exchange: str = "auto"
     chunks: int = 1
+    copied: bool = False
     head_groups: int = 1
     optimizer: str = "adamw"
     has_large: bool = False
@@ -285,7 +287,8 @@ class PlannedCase:
         if per_node:
             where = replace(where, num_nodes=-(-(before + self.num_ranks) // per_node), ranks_per_node=per_node)
         units = tuple(replace(unit, first_rank=unit.first_rank + before) for unit in self.units)
-        where = replace(where, device=device, tensor_pieces=pieces)
+        transport = "copy_engines" if self.copied else "collectives"
+        where = replace(where, device=device, tensor_pieces=pieces, tensor_transport=transport)
         spec = _spec(*self.built)
         sizes = self.batch_size, self.microbatch_size
         options = {"microbatch_caps": self.caps, "balance": self.balance, "deferred_warmup": self.deferred_warmup}
@@ -437,6 +440,8 @@ def build_step(case: PlannedCase, stored: torch.dtype = torch.float64, types: Co
     model.train()  # As the trainer does.
     unit_groups = UnitGroups.of(place)
     groups = {**unit_groups.by_ranks(place), **sharing_groups(place.program, holders.values())}
+    if plan.copies_pieces:
+        unit_groups.copy(opening_copies(device))
     divide_part(model, place, unit_groups)
     share_out_part(model, place, holders, groups, device, types)
     held = HeldParameters(model, place, holders, groups, types)

@@ -125,6 +125,22 @@ def test_products_in_chunks_in_stages_and_replicas(num_ranks, cases):
     assert_planned(num_ranks, cases)
 
 
+COPIED = [
+    PlannedCase(chain(ALL), chunks=2, copied=True, family="qwen3", microbatch_size=2),
+    PlannedCase(chain(ALL, recompute=({"image": 2, "audio": 1, "backbone": 2},)), chunks=3, copied=True, dropout=0.2),
+    PlannedCase((Unit("all", (ALL,), tp=2),), "data_parallel", chunks=2, copied=True, family="olmo2"),
+]
+COPIED_OF_4 = [
+    PlannedCase(chain(*CUT), "zb_h1", chunks=2, copied=True, family="qwen3"),
+    PlannedCase(chain(ALL, dp=2, zero=3), chunks=3, copied=True, family="llama"),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({2: COPIED, 4: COPIED_OF_4}, {2: (0,), 4: ()}))
+def test_chunks_that_are_copied(num_ranks, cases):
+    assert_planned(num_ranks, cases)
+
+
 @pytest.mark.slow
 def test_float32_passes():
     cases = [PlannedCase(chain(ALL, dp=2, zero=zero), is_mixed=True) for zero in (0, 3)]

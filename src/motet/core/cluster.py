@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -23,6 +23,18 @@ from motet.core.limits import (
     Seconds,
 )
 from motet.core.words import counted_words
+
+TensorTransport = Literal["collectives", "copy_engines"]
+"""How pieces of products travel between tensor-parallel ranks."""
+
+
+def check_pieces(tensor_pieces: int, tensor_transport: TensorTransport) -> None:
+    """Raise ArgumentError for pieces that are to travel by copies where there are none."""
+    if tensor_transport != "collectives" and tensor_pieces == 1:
+        raise ArgumentError(
+            f"tensor_transport is {tensor_transport!r}, by which pieces of products travel, and tensor_pieces is 1, "
+            "which cuts none; set tensor_pieces to 2 or more, or leave tensor_transport out."
+        )
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,8 @@ class Cluster:
 
     tensor_pieces: tensor parallelism cuts a product and its messages into so many pieces, and sends one while it
                    computes another (StepCCL, MMScale section 6); 1 is nothing hidden. Training does so too.
+    tensor_transport: how training sends pieces: by collectives, or by copies between the GPUs of a node, which their
+                   copy engines make. Both are priced alike.
 
     Example:
         >>> device = Device("gpu", {"bf16": 1e15}, memory_bytes=80 * 10**9, memory_bytes_per_s=3e12)
@@ -100,6 +114,7 @@ class Cluster:
     intra_node: Link
     inter_node: Link
     tensor_pieces: Annotated[int, Field(ge=1, le=MAX_PIECES)] = 1
+    tensor_transport: TensorTransport = "collectives"
 
     def __post_init__(self) -> None:
         if self.tensor_pieces > 1 and not self.device.overlaps:
@@ -107,6 +122,7 @@ class Cluster:
                 f"tensor_pieces is {self.tensor_pieces}, but ranks on {self.device.name!r} compute nothing while "
                 "collectives run, so that pieces would gain nothing; leave it out."
             )
+        check_pieces(self.tensor_pieces, self.tensor_transport)
         if self.num_ranks > MAX_RANKS:
             raise ArgumentError(
                 f"{counted_words(self.num_nodes, 'node')} of {counted_words(self.ranks_per_node, 'rank')} are "

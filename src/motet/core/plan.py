@@ -229,6 +229,11 @@ class Plan:
         return frozenset(rank for unit in self.units for rank in unit.ranks)
 
     @property
+    def copies_pieces(self) -> bool:
+        """Whether ranks share products, whose pieces travel by copies between GPUs."""
+        return self.cluster.tensor_transport == "copy_engines" and any(unit.tp > 1 for unit in self.units)
+
+    @property
     def needed_cluster(self) -> Cluster:
         """The part of its cluster that is started to train it: its first nodes, or the first ranks of one, up to the
         last rank that it uses. Ranks before and beside these that it leaves over end at once.

@@ -15,9 +15,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from motet.core.cluster import Cluster, Device, Link
+from motet.core.cluster import Cluster, Device, Link, TensorTransport, check_pieces
 from motet.core.errors import ArgumentError
 from motet.core.limits import MAX_NODES, MAX_PIECES, MAX_RANKS_PER_NODE, Latency, Rate
 from motet.cost.cpu import measured_cpu
@@ -122,6 +122,9 @@ class ClusterConfig(BaseModel):
         le=MAX_PIECES,
         description="in which tensor parallelism hides messages behind products, in training too; 1 hides none",
     )
+    tensor_transport: TensorTransport = Field(
+        "collectives", description="of pieces, in training; copy_engines copies between the GPUs of a node"
+    )
 
     @field_validator("device")
     @classmethod
@@ -135,6 +138,11 @@ class ClusterConfig(BaseModel):
             if precision not in PRECISIONS:
                 raise ValueError(f"there is no precision {precision!r}; those with a peak are {', '.join(PRECISIONS)}")
         return given
+
+    @model_validator(mode="after")
+    def _pieces_travel(self) -> ClusterConfig:
+        check_pieces(self.tensor_pieces, self.tensor_transport)
+        return self
 
     def cluster(self) -> Cluster:
         """The catalogue's cluster, with the numbers that are given here."""
@@ -155,8 +163,14 @@ class ClusterConfig(BaseModel):
             _or(self.inter_node_gbytes_per_s, 1e9, usual.inter_node.bytes_per_s),
             _or(self.inter_node_latency_us, 1e-6, usual.inter_node.latency_s),
         )
-        pieces = self.tensor_pieces
-        return replace(usual, device=device, intra_node=intra_node, inter_node=inter_node, tensor_pieces=pieces)
+        return replace(
+            usual,
+            device=device,
+            intra_node=intra_node,
+            inter_node=inter_node,
+            tensor_pieces=self.tensor_pieces,
+            tensor_transport=self.tensor_transport,
+        )
 
 
 def _or(given: float | None, unit: float, usual: float) -> float:

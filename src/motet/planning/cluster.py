@@ -16,7 +16,7 @@ from motet.cost.catalogue import DEVICES, ClusterConfig
 from motet.train.recipe.toml_text import key_of, set_key
 
 _OPTIONS = {"device": "--cluster", "nodes": "--nodes", "ranks_per_node": "--ranks-per-node"}
-_OF_JOB = ("nodes", "tensor_pieces")
+_OF_JOB = ("nodes", "tensor_pieces", "tensor_transport")
 """Keys of `[cluster]` that hold for any device."""
 
 

@@ -51,9 +51,26 @@ def _uncompiled(plan: Plan) -> str:
 
 def untrained(plan: Plan) -> str:
     """What a Plan has that training can run of no recipe yet; "" if it has nothing such."""
+    if what := _copied_between_nodes(plan):
+        return what
     if plan.schedule == "data_parallel":
         return ""
     return next((what for what, is_there in _in_stages(plan).items() if is_there), "")
+
+
+def _copied_between_nodes(plan: Plan) -> str:
+    """The first ranks that would read each other's memory, and are on several nodes; "" if there are none."""
+    if not plan.copies_pieces:
+        return ""
+    node_of = plan.cluster.node_of
+    for unit in plan.units:
+        for ranks in plan.cluster.unlike(unit.ranks, unit.tp):
+            if node_of(ranks[0]) != node_of(ranks[-1]):
+                return (
+                    f"tensor_transport {plan.cluster.tensor_transport!r}, which copies inside a node, beside ranks "
+                    f"{ranks[0]} to {ranks[-1]} of unit {unit.name!r}, which share products (tp) between nodes"
+                )
+    return ""
 
 
 def on_all_ranks(obstacle: Callable[[Plan], str]) -> Callable[[Plan], str]:

@@ -48,12 +48,12 @@ def agreed(recipe: Recipe, recipe_file: Path, chosen: ChosenPlan) -> tuple[Recip
         raise UserError(
             f"{recipe_file} sets {key}, which the plan {plan_file} decides; remove it{_instead(key, recipe, plan)}."
         )
-    pieces = plan.cluster.tensor_pieces
     for what, theirs, ours in (
         ("run.batch_size", plan.batch_size, recipe.run.batch_size),
         ("precision", plan.precision, recipe.plan_precision),
         ("moments of the optimizer", plan.moments, recipe.optimizer.num_moments),
-        ("cluster.tensor_pieces", pieces, _stated_pieces(recipe, plan) or pieces),
+        ("cluster.tensor_pieces", plan.cluster.tensor_pieces, _asked(recipe, plan, "tensor_pieces")),
+        ("cluster.tensor_transport", plan.cluster.tensor_transport, _asked(recipe, plan, "tensor_transport")),
     ):
         if theirs != ours:
             raise UserError(
@@ -133,7 +133,8 @@ def _decided_twice(recipe: Recipe, plan: Plan) -> Iterator[str]:
     yield from (f"balance.{key}" for key in sorted(decided))
 
 
-def _stated_pieces(recipe: Recipe, plan: Plan) -> int:
-    """The pieces into which a recipe asks to cut products that ranks of the Plan share; 0 if it asks for none."""
-    is_stated = recipe.cluster is not None and recipe.cluster.tensor_pieces > 1
-    return recipe.cluster.tensor_pieces if is_stated and any(unit.tp > 1 for unit in plan.units) else 0
+def _asked(recipe: Recipe, plan: Plan, key: str) -> int | str:
+    """What `[cluster]` of a recipe asks of products that ranks of the Plan share; what the Plan has if it asks none."""
+    is_shared = recipe.cluster is not None and any(unit.tp > 1 for unit in plan.units)
+    asked = recipe.cluster.model_dump(exclude_defaults=True) if is_shared else {}
+    return asked.get(key, getattr(plan.cluster, key))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from motet.core.errors import UserError
 from motet.core.plan import expert_shard_size
 from motet.expert_ranks import ExpertRanks
+from motet.peer_copies import PeerCopies
 from motet.runtime.groups import new_group, own_group, wait_limit
 from motet.tensor_parallel import TensorRanks
 
@@ -59,6 +61,13 @@ class Mesh:
     def num_ranks(self) -> int:
         """The number of ranks that run different examples."""
         return self.group.size()
+
+    def copying(self, opened: Callable[[dist.ProcessGroup], PeerCopies]) -> Mesh:
+        """The same, where pieces of products of tensor-parallel ranks travel by copies. A collective of these."""
+        tensor = self.tensor
+        if tensor is None or tensor.group is None:
+            return self
+        return replace(self, tensor=replace(tensor, copies=opened(tensor.group)))
 
     @property
     def tensor_size(self) -> int:

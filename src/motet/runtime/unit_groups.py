@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
 import torch.distributed as dist
 
 from motet.core.plan import Unit
+from motet.peer_copies import PeerCopies
 from motet.runtime.groups import own_group
 from motet.runtime.holders import RankGroups
 from motet.runtime.place import Place
@@ -16,6 +17,8 @@ from motet.schedule.layout import Layout
 from motet.schedule.plan_units import gathering_ranks
 
 _Groups = Mapping[str, dist.ProcessGroup]
+OpenCopies = Callable[[dist.ProcessGroup], PeerCopies]
+"""Opens the copies of a group. A collective of it, which raises as `peer_copies.open_copies`."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class UnitGroups:
     experts:  ranks that share experts. None: it is alone.
     expert_parts: ranks that have all experts between them; None: it has them alone.
     replicas: ranks that share sequences where replicas of the backbone do, by replica, then by c. None: they do not.
+    copies:   of those of `tensor` whose pieces of products travel by copies.
     sent:     gets the bytes that it sends in collectives of all but `context` and `replicas`.
     """
 
@@ -37,7 +41,14 @@ class UnitGroups:
     experts: dist.ProcessGroup | None = None
     expert_parts: dist.ProcessGroup | None = None
     replicas: dist.ProcessGroup | None = None
+    copies: dict[dist.ProcessGroup, PeerCopies] = field(default_factory=dict)
     sent: list[float] = field(default_factory=list)
+
+    def copy(self, opened: OpenCopies) -> None:
+        """Let pieces of products of all tensor-parallel ranks travel by copies. A collective."""
+        for group in self.tensor.values():
+            if group not in self.copies:  # Units whose ranks are divided alike have one.
+                self.copies[group] = opened(group)
 
     def by_ranks(self, place: Place) -> RankGroups:
         """The groups whose ranks cut parameters."""

@@ -60,6 +60,7 @@ from motet.train.planned_job import (
     check_context_unused,
     check_cuts,
     divide_whole,
+    opening_copies,
     unused_pieces,
 )
 from motet.train.recipe.recipe import Recipe
@@ -174,6 +175,10 @@ def build_job(
             tensor_pieces=1 if chosen is None else chosen.plan.cluster.tensor_pieces,
             expert_size=expert_size,
         )
+    if chosen is not None and chosen.plan.copies_pieces:
+        with world.together():
+            mesh = mesh.copying(opening_copies(world.device))
+    with world.together():
         optimizer = _sharded(recipe, deferred.model, mesh, world)
     keep_freed_memory(world.device.type)
     world.barrier()  # The clocks of all ranks start at the same moment.

@@ -25,7 +25,9 @@ from motet.models.experts import expert_parameters, spread_experts
 from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
 from motet.models.part import keep_spans, names_of_spans
+from motet.peer_copies import check_device, open_copies
 from motet.runtime.clock import ActionClock
+from motet.runtime.groups import wait_limit
 from motet.runtime.held import HeldParameters, share_out_part
 from motet.runtime.holders import Holders, sharing_groups
 from motet.runtime.loss_scale import LossScale
@@ -35,7 +37,7 @@ from motet.runtime.place import Place
 from motet.runtime.planned_step import PlannedStep
 from motet.runtime.sections import is_layered
 from motet.runtime.sharded_state import SAME_TYPES, ComputeTypes
-from motet.runtime.unit_groups import UnitGroups
+from motet.runtime.unit_groups import OpenCopies, UnitGroups
 from motet.schedule import PlannedProgram, parts_of, planned, validate
 from motet.schedule.plan_units import cuts_beside_sequences
 from motet.tensor_parallel import TensorRanks
@@ -73,6 +75,8 @@ class ChosenPlan:
                 f"{self.file} is for {counted_words(len(ranks), 'rank')}, and {world.num_ranks} run; start torchrun "
                 f"with {counted_words(len(ranks), 'rank')}, or plan anew: {self.replan_on(here)}."
             )
+        if self.plan.copies_pieces:
+            check_device(world.device)
 
     def used(self, started: StartedRanks, *, in_phase: bool = False) -> tuple[int, ...] | None:
         """Which of the ranks that torchrun has started the Plan uses, where it leaves over some of those that it needs
@@ -217,6 +221,11 @@ def unused_pieces(recipe: Recipe, plan: Plan | None) -> str:
     return f"cluster.tensor_pieces = {pieces} has no effect on this run: it cuts products that ranks share, and {why}."
 
 
+def opening_copies(device: torch.device) -> OpenCopies:
+    """What opens the PeerCopies of a group of ranks on such devices; they wait for each other as in collectives."""
+    return lambda group: open_copies(group, device, wait_limit(device))
+
+
 def _modules_in_parts(plan: Plan) -> dict[str, bool]:
     """The modules of which some blocks run in one part of a pass, and others in another.
 
@@ -272,9 +281,10 @@ def divide_part(model: MLLM, place: Place, groups: UnitGroups) -> None:
         index, size = place.expert_ranks.index(place.rank), len(place.expert_ranks)
         spread_experts(model.backbone.blocks, ExpertRanks(groups.experts, index, size, groups.sent))
     chunks = place.program.layout.plan.cluster.tensor_pieces
+    copies = groups.copies
     for unit, modules in place.units:
         if (group := groups.tensor.get(unit.name)) is not None:
-            ranks = TensorRanks(group, place.t_of(unit), unit.tp, groups.sent, chunks)
+            ranks = TensorRanks(group, place.t_of(unit), unit.tp, groups.sent, chunks, copies.get(group))
             divide(model, dict.fromkeys(modules, ranks))
 
 
@@ -353,6 +363,9 @@ def build_part(
     weights = {name: module.weight for name, module in model.generators.items()}
     unit_groups = UnitGroups.of(place)
     groups = {**unit_groups.by_ranks(place), **sharing_groups(place.program, holders.values())}
+    if place.program.layout.plan.copies_pieces:
+        with world.together():  # Of its own, as ranks may meet in none of what follows if some have failed here.
+            unit_groups.copy(opening_copies(world.device))
     with world.together():
         keep_spans(model, *place.stage_spans)
         divide_part(model, place, unit_groups)

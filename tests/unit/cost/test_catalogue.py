@@ -95,6 +95,8 @@ def test_pieces_are_refused_where_nothing_is_computed_beside_collectives():
     device = Device("slow", {"fp32": 1e12}, 10**9, 1e10, overlaps=False)
     with pytest.raises(ArgumentError, match="tensor_pieces is 2, but ranks on 'slow' compute nothing while"):
         Cluster(device, 1, 2, Link(1e9, 1e-5), Link(1e9, 1e-5), tensor_pieces=2)
+    with pytest.raises(ArgumentError, match="tensor_transport is 'copy_engines', by which pieces of products travel"):
+        Cluster(device, 1, 2, Link(1e9, 1e-5), Link(1e9, 1e-5), tensor_transport="copy_engines")
 
 
 def test_what_a_recipe_does_not_state_is_usual():

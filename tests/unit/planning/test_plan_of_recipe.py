@@ -361,6 +361,26 @@ def test_fills_inside_passes_stand_in_for_products_in_pieces(recipe_file):
     assert (obstacle(inside, recipe), obstacle(plan, recipe)) == (said, "")
 
 
+def test_pieces_are_copied_inside_a_node_alone(recipe_file):
+    recipe, (plan, *_) = candidates(recipe_file, 2, Pins(pp=2, tp=1, schedule="1f1b"), "run.batch_size=8")
+    unit = Unit("all", plan.units[0].stages, pp=2, tp=2)
+    where = replace(plan.cluster, ranks_per_node=4, device=replace(plan.cluster.device, overlaps=True))
+    where = replace(where, tensor_pieces=2, tensor_transport="copy_engines")
+    inside = replace(plan, units=(unit,), cluster=where)
+    between = replace(inside, cluster=replace(where, num_nodes=4, ranks_per_node=1))
+    half = replace(inside, units=(replace(unit, first_rank=1),), cluster=replace(where, num_nodes=2, ranks_per_node=3))
+    said = (
+        "tensor_transport 'copy_engines', which copies inside a node, beside ranks {} to {} of unit 'all', which share"
+    )
+    assert obstacle(inside, recipe) == ""
+    assert obstacle(between, recipe) == f"{said.format(0, 1)} products (tp) between nodes"
+    assert obstacle(half, recipe) == ""
+    aside = replace(half, units=(replace(unit, first_rank=2),))
+    assert obstacle(aside, recipe).startswith(said.format(2, 3))
+    alone = replace(between, units=(replace(unit, tp=1, dp=2),), microbatch_size=1)
+    assert obstacle(alone, recipe) == ""
+
+
 def test_a_recipe_is_planned_with_its_own_data(recipe_file):
     """And for its own cluster, that of the command line, or this machine."""
     given = JobOptions(ClusterOptions("H100", 2))
@@ -376,9 +396,9 @@ def test_a_recipe_is_planned_with_its_own_data(recipe_file):
 
 
 def test_another_device_takes_over_what_is_not_of_the_recipes_device(tmp_path):
-    stated = ClusterConfig(device="a40", nodes=2, memory_gbytes=10, tensor_pieces=4)
+    stated = ClusterConfig(device="a40", nodes=2, memory_gbytes=10, tensor_pieces=4, tensor_transport="copy_engines")
     other = cluster_of(tmp_path, stated, ClusterOptions("h100"))
-    assert (other.num_nodes, other.tensor_pieces) == (2, 4)
+    assert (other.num_nodes, other.tensor_pieces, other.tensor_transport) == (2, 4, "copy_engines")
     assert other.device == ClusterConfig(device="h100").cluster().device
     with pytest.raises(UserError, match="tensor_pieces is 4, but ranks on 'cpu' compute nothing while"):
         cluster_of(tmp_path, stated, ClusterOptions("cpu"))
