@@ -44,8 +44,8 @@ def balance_rows(seed: int) -> Iterator[Row]:
 def layouts(num_tokens: int) -> dict[str, Callable[[Segments, int], Int64Array]]:
     """The rank of each token, int64 [num_tokens], by who deals them out; of a mask and its number.
 
-    motet:         blocks of 128, equally many a rank, by `distribute_tokens` of the mask. Training deals them out so, too,
-                   but as if all rows were causal, since lengths alone decide there.
+    motet:         blocks of 128, equally many a rank, by `distribute_tokens` of the mask. Training deals them out so,
+                   too, but as if all rows were causal, since lengths alone decide there.
     Cornstarch:    its LPT on the same blocks (section 4.3.2), and its random distribution of single tokens (5.3).
     MagiAttention: its default, a heap over ranks of which none gets more than its share of the chunks, largest first;
                    with chunks of its default size, an eighth of a rank's tokens, and of 128.
