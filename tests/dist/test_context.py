@@ -9,6 +9,8 @@ import torch.distributed as dist
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -47,6 +49,15 @@ FAMILIES = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5)),
     "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=4, sliding_window=4, query_pre_attn_scalar=4)),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **SIZES,
+            head_dim=4,
+            sliding_window=4,
+            layer_types=["sliding_attention", "full_attention"],
+            rms_norm_eps=1e-6,
+        )
+    ),
 }
 DOCUMENTS = ([17, 1, 30, 8], [1], [], [0, 2, 0], [64])
 """Lengths of packed documents; with few rows, ranks have none."""

@@ -149,7 +149,10 @@ def test_refuses_other_numbers_of_rows_and_keys():
 def test_refuses_a_window_in_both_directions():
     """It would hide keys on one side alone, as no encoder has it; with a soft cap, too, which packs leave to tables."""
     tensors = draw(SEGMENTS, kv_heads=4)
-    for items in (TableItems(SEGMENTS, causal=False), PackedItems.from_lengths(np.array([9, 300, 1, 80])).with_scores()):
+    for items in (
+        TableItems(SEGMENTS, causal=False),
+        PackedItems.from_lengths(np.array([9, 300, 1, 80])).with_scores(),
+    ):
         with pytest.raises(ValueError, match="both directions has no sliding window"):
             items.attend(*tensors, None, 0.0, 50, softcap=2.0)
 
