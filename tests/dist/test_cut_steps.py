@@ -158,6 +158,15 @@ def test_what_cannot_be_cut_is_refused_in_a_sentence(tmp_path, options, expected
         load_recipe(job, list(options))
 
 
+@pytest.mark.parametrize("way", ["method=split", "split=auto"])
+def test_neither_is_predicted(tmp_path, way):
+    """Under a plan of data parallelism it trains all the same (above)."""
+    with pytest.raises(UserError, match=r"is for training; .* with stages cuts \(motet plan --pin balance=split\), so"):
+        read_recipe_as_plan(
+            write_tiny_job(tmp_path), ["run.batch_size=3", f"balance.{way}"], JobOptions(ClusterOptions("h100", 1, 3))
+        )
+
+
 def test_phases_that_are_not_all_balanced_are_refused(tmp_path):
     job = write_tiny_job(tmp_path / "data")
     said = run(job, 1, tmp_path / "run", "balance.split=auto", "balance.phases=backbone", "balance.defer=off")

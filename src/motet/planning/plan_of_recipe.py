@@ -198,11 +198,6 @@ def _balance(recipe: Recipe, spec: ModelSpec) -> BalancingMethod:
             f"balance.phases = {json.dumps(phases)} balances some phases, which a plan cannot say; "
             'set it to "all" or "off" to simulate the recipe.'
         )
-    if recipe.balance.method == "split" or recipe.balance.cut_by:
-        raise UserError(
-            f"balance.{recipe.balance.cut_by} cuts sequences, which no data-parallel plan says; remove it to simulate "
-            "the recipe, or plan stages with --pin balance=split, under which replicas share long ones."
-        )
     return recipe.balance.method if balanced else "off"
 
 

@@ -249,8 +249,8 @@ def balancing_of(recipe: Recipe, spec: ModelSpec) -> Balancing:
         )
     if recipe.balance.cut_by:
         raise UserError(
-            f"balance.{recipe.balance.cut_by} is for training without a plan; steps are predicted with whole sequences "
-            "alone, so remove it here."
+            f"balance.{recipe.balance.cut_by} is for training; steps are predicted with whole sequences, or with those "
+            "that a plan with stages cuts (motet plan --pin balance=split), so remove it here."
         )
     measured, element_bytes = read_measured(recipe, spec), compute_dtype(recipe).itemsize
 
