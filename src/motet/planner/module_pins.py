@@ -18,6 +18,7 @@ from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
 from motet.planner.infeasible import listed, one_of, tensor_degrees
 from motet.planner.job import Job
+from motet.schedule.check.fit import undivided_parts
 from motet.schedule.layout import Layout
 
 
@@ -89,9 +90,10 @@ def check_module_pins(job: Job, pins: Pins) -> None:
     for name, stated in pins.modules.items():
         num_blocks, cluster = len(job.model.module(name).blocks), job.cluster
         if stated.tp is not None and stated.tp not in (degrees := tensor_degrees(job, name, on_fewer=True)):
+            what = undivided_parts(job.model.module(name), stated.tp)
             raise UserError(
-                f"{name} is pinned to tp = {stated.tp}; it must be {one_of(degrees)}, in"
-                " a node or over whole ones, with whole heads and with known times."
+                f"{name} is pinned to tp = {stated.tp}{', and has ' if what else ''}{what}; it must be "
+                f"{one_of(degrees)}, in a node or over whole ones, with whole heads and with known times."
             )
         if stated.pp is not None and stated.pp > num_blocks:
             raise UserError(f"{name} is pinned to pp = {stated.pp}; it must be 1 to {num_blocks}, its blocks.")
