@@ -6,7 +6,7 @@ import pytest
 
 from motet.core.errors import UserError
 from motet.core.module_degrees import ModuleDegrees
-from motet.planner.candidate import Pins
+from motet.planner.candidate import Pins, predict_candidate
 from motet.planner.field_pins import pins_of
 from motet.planner.infeasible import one_of
 from motet.planner.module_pins import degrees_of, unmet_pin
@@ -71,6 +71,21 @@ def test_a_single_degree_is_named_alone():
 def test_what_no_plan_has_is_one_sentence(pins, said):
     with pytest.raises(UserError, match=said):
         found(*pins)
+
+
+def test_ranks_that_share_sequences_by_heads_divide_them():
+    """Such a Plan took forever by prediction, so that its picture could not be drawn."""
+    by_heads = replace(EIGHT, exchange="ulysses")
+    pins = parse_pins(["backbone.cp=3"], STRATEGIES)
+    with pytest.raises(UserError, match=r"cp = 3, and context.exchange is 'ulysses': cp must divide its 8 heads, or"):
+        search(by_heads, STRATEGIES, pins)
+    results = search(by_heads, STRATEGIES, parse_pins(["backbone.cp=4"], STRATEGIES), is_refined=False).results
+    assert results and all(one.prediction.step_s < 1e9 for one in results)
+    plan = results[0].candidate.plan
+    shared = replace(plan.unit_of("backbone"), dp=1, cp=3)
+    units = tuple(shared if "backbone" in unit.modules else unit for unit in plan.units)
+    with pytest.raises(UserError, match="3 context-parallel ranks do not divide the 8 heads of a rank"):
+        predict_candidate(by_heads, replace(results[0].candidate, plan=replace(plan, units=units)))
 
 
 def test_a_degree_of_a_plan_that_leaves_ranks_of_a_node_over_can_be_pinned():
