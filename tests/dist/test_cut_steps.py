@@ -167,6 +167,12 @@ def test_neither_is_predicted(tmp_path, way):
         )
 
 
+def test_how_rows_are_exchanged_is_no_choice_there(tmp_path):
+    job, split = write_tiny_job(tmp_path / "data"), ("balance.method=split", "context.exchange=all_gather")
+    said = run(job, 1, tmp_path / "run", *split)
+    assert "by balance.method = \"split\" exchange keys by 'group_cast', all heads at once: leave it out" in said[0]
+
+
 def test_phases_that_are_not_all_balanced_are_refused(tmp_path):
     job = write_tiny_job(tmp_path / "data")
     said = run(job, 1, tmp_path / "run", "balance.split=auto", "balance.phases=backbone", "balance.defer=off")
