@@ -1,5 +1,6 @@
 """Pins of single modules: every Plan that is found has them, and what no Plan has is one sentence."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -86,6 +87,12 @@ def test_ranks_that_share_sequences_by_heads_divide_them():
     units = tuple(shared if "backbone" in unit.modules else unit for unit in plan.units)
     with pytest.raises(UserError, match="3 context-parallel ranks do not divide the 8 heads of a rank"):
         predict_candidate(by_heads, replace(results[0].candidate, plan=replace(plan, units=units)))
+
+
+def test_what_training_cannot_run_is_nearer_than_what_is_not_as_pinned():
+    result = found("backbone.cp=4", is_refined=False).with_obstacles(lambda plan: "purple layers", is_trainable=True)
+    assert not result.results
+    assert re.search(r"Nearest is .*CP 4.*: training cannot run purple layers yet\.$", nothing_fits(result))
 
 
 def test_a_degree_of_a_plan_that_leaves_ranks_of_a_node_over_can_be_pinned():
