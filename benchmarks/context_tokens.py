@@ -44,7 +44,8 @@ def balance_rows(seed: int) -> Iterator[Row]:
 def layouts(num_tokens: int) -> dict[str, Callable[[Segments, int], Int64Array]]:
     """The rank of each token, int64 [num_tokens], by who deals them out; of a mask and its number.
 
-    motet:         blocks of 128, equally many a rank, as training deals them out.
+    motet:         blocks of 128, equally many a rank, by `distribute_tokens` of the mask. Training deals them out so,
+                   too, but as if all rows were causal, since lengths alone decide there.
     Cornstarch:    its LPT on the same blocks (section 4.3.2), and its random distribution of single tokens (5.3).
     MagiAttention: its default, a heap over ranks of which none gets more than its share of the chunks, largest first;
                    with chunks of its default size, an eighth of a rank's tokens, and of 128.
@@ -100,9 +101,9 @@ def _heaped(work: Int64Array, num_ranks: int, most: int) -> Int64Array:
     return ranks
 
 
-def imbalance(pairs: Int64Array, owner: Int64Array) -> float:
+def imbalance(pairs: Int64Array, owner: Int64Array, num_ranks: int = NUM_RANKS) -> float:
     """Pairs of the busiest rank over the mean. pairs, owner: int64 [num_tokens]."""
-    loads = np.bincount(owner, pairs, NUM_RANKS)
+    loads = np.bincount(owner, pairs, num_ranks)
     return float(loads.max() / loads.mean())
 
 
@@ -131,7 +132,7 @@ def pack_of(drawn) -> tuple[Int64Array, list[list[int]]]:
 
 def moved_by_each(packs: list[tuple[Int64Array, list[list[int]]]], num_ranks: int, way: str) -> Iterator[Row]:
     of_keys = of_all = least = 0
-    busiest = np.zeros(3)
+    busiest, uneven = np.zeros(3), 0.0
     for lengths, images in packs:
         runs = images if way == "images both ways" else []
         rows, table = context_rows(lengths, num_ranks), AttentionTable.packed(lengths, together=runs)
@@ -141,12 +142,14 @@ def moved_by_each(packs: list[tuple[Int64Array, list[list[int]]]], num_ranks: in
         by_cast, by_heads = moved_heads(rows.most_moved(seen), rows.most_moved(everything), num_ranks, HEADS, KV_HEADS)
         by_gather = rows.most_moved(everything) * 2.0 * KV_HEADS
         busiest += np.array([by_cast, by_heads, by_gather])
+        uneven += imbalance(table.pairs, rows.owner, num_ranks) / len(packs)
     what = f"moved, {num_ranks} ranks, {way}:"
     yield Row(f"{what} rows by all-gather, a pack", of_all / len(packs))
     yield Row(f"{what} rows by group-cast, a pack", of_keys / len(packs))
     yield Row(f"{what} rows by group-cast over the fewest that there can be", of_keys / least, 1.0, of_keys == least)
     for name, value in zip(("group-cast", "Ulysses"), busiest[:2]):
         yield Row(f"{what} elements of the busiest rank by {name} over all-gather", value / busiest[2])
+    yield Row(f"{what} pairs of the busiest rank over the mean, as training deals rows out", uneven)
 
 
 def sent(rows: ContextRows, wanted: list[Int64Array]) -> int:

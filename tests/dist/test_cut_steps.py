@@ -161,6 +161,20 @@ def test_what_cannot_be_cut_is_refused_in_a_sentence(tmp_path, options, expected
         load_recipe(job, list(options))
 
 
+def test_a_plan_cuts_where_that_is_faster_alone(tmp_path):
+    job, options = write_tiny_job(tmp_path), JobOptions(ClusterOptions("h100", 1, 3))
+    plan, _ = read_recipe_as_plan(job, ["run.batch_size=3", "balance.split=auto"], options)
+    assert plan.balance == "split"
+    with pytest.raises(UserError, match="cuts wherever it can, and a plan where it is predicted to be faster"):
+        read_recipe_as_plan(job, ["run.batch_size=3", "balance.method=split"], options)
+
+
+def test_how_rows_are_exchanged_is_no_choice_there(tmp_path):
+    job, split = write_tiny_job(tmp_path / "data"), ("balance.method=split", "context.exchange=all_gather")
+    said = run(job, 1, tmp_path / "run", *split)
+    assert "by balance.method = \"split\" exchange keys by 'group_cast', all heads at once: leave it out" in said[0]
+
+
 def test_phases_that_are_not_all_balanced_are_refused(tmp_path):
     job = write_tiny_job(tmp_path / "data")
     said = run(job, 1, tmp_path / "run", "balance.split=auto", "balance.phases=backbone", "balance.defer=off")

@@ -81,6 +81,8 @@ def test_replicas_that_share_sequences_train_as_one_process_does(
     steps = metrics(run_dir)
     cuts = [step["balance"]["cut"] for step in steps if step["balance"]["cut"] is not None]
     assert any(cut["sequences"] for cut in cuts) and all(set(cut["degrees"]) <= {"2"} for cut in cuts)
+    items = [item for step in steps for item in step["cuts"]]
+    assert items and all(item["why"] == "more than an even share of its microbatch" for item in items)
     found = traced(run_dir)
     for rank in range(plan.cluster.num_ranks):
         expected = row_of(tmp_path / "plan.json", job, rank, monkeypatch, capsys)

@@ -23,6 +23,7 @@ from motet.dropout import drawing
 from motet.expert_ranks import ExpertRanks
 from motet.models.build import ModelConfig, build_mllm
 from motet.models.divided import cuts_of, divide, split_fused, why_undivided
+from motet.models.families.registry import ENCODERS, TOWERS
 from motet.models.fused import NamedRows, stored_names
 from motet.models.generator import GeneratorModule, OutputProjector
 from motet.models.materialise import materialise
@@ -62,11 +63,23 @@ AUDIO = {
     "max_source_positions": 20,
 }
 DINOV2 = {key: value for key, value in VISION.items() if key != "intermediate_size"} | {"mlp_ratio": 2}
+TURNED = {key: size for key, size in VISION.items() if key != "image_size"} | {"hidden_size": 32}
+DINOV3 = TURNED | {"pos_embed_rescale": None, "num_register_tokens": 2}
+INTERNVL = VISION | {"image_size": [16, 16], "patch_size": [4, 4], "layer_scale_init_value": 0.5}
+PIXTRAL = TURNED | {"image_size": 64}
+QWEN3_VL = {key: TURNED[key] for key in ("hidden_size", "intermediate_size", "patch_size")} | {"depth": 2}
+QWEN3_VL |= {"num_heads": 4, "deepstack_visual_indexes": [], "out_hidden_size": 32, "num_position_embeddings": 16}
 QWEN2_VL = {"embed_dim": 32, "depth": 2, "num_heads": 2, "hidden_size": 24, "mlp_ratio": 2, "patch_size": 4}
 FAMILIES = {
     "dinov2": (DINOV2, [[2, 4], [3, 5]]),
     "gated dinov2": (DINOV2 | {"use_swiglu_ffn": True}, [[2, 4], [3, 5]]),
     "qwen2_vl": (QWEN2_VL, [[2, 4], [4, 6]]),
+    "narrow qwen2_vl": (QWEN2_VL | {"num_heads": 4}, [[2, 4], [4, 6]]),
+    "dinov3": (DINOV3, [[2, 4], [3, 5]]),
+    "gated dinov3": (DINOV3 | {"use_gated_mlp": True, "key_bias": True}, [[2, 4], [3, 5]]),
+    "internvl": (INTERNVL, [[2, 4], [3, 5]]),
+    "pixtral": (PIXTRAL, [[2, 4], [3, 5]]),
+    "qwen3_vl": (QWEN3_VL, [[2, 4], [4, 6]]),
     "siglip": (VISION | {"vision_use_head": False}, [[2, 4], [3, 5]]),
     "clip": (VISION, [[2, 4], [3, 5]]),
     "eva_clip": (VISION | {"k_bias": False, "post_layernorm": True}, [[2, 4], [3, 5]]),
@@ -89,6 +102,11 @@ CASES = [
     ("olmo2", {"num_key_value_heads": 4}, "qwen2_vl"),
     ("qwen3", {"head_dim": 12}, "eva_clip"),
     ("llama", {}, "rms eva_clip"),
+    ("qwen3", {"head_dim": 12}, "qwen3_vl"),
+    ("mistral", {}, "pixtral"),
+    ("llama", {}, "dinov3"),
+    ("llama", {}, "gated dinov3"),
+    ("qwen2", {}, "internvl"),
 ]
 
 
@@ -96,7 +114,7 @@ def build(family, options, encoder):
     """A model in float64 whose norms and biases are as if trained; the same in every call."""
     sizes, _ = FAMILIES[encoder]
     dropout = {"attention_dropout": 0.2} if family in ("qwen2", "qwen3") else {}
-    of_encoder = {} if encoder in ("qwen2_vl", "dinov2", "gated dinov2") else {"attention_dropout": 0.1}
+    of_encoder = {} if encoder.split()[-1] in ("qwen2_vl", "qwen3_vl", "dinov2") else {"attention_dropout": 0.1}
     of_encoder |= {"dropout": 0.1, "activation_dropout": 0.2} if encoder == "whisper" else {}
     config = ModelConfig(
         backbone={"family": family, "config": BACKBONE_SIZES | dropout | options},
@@ -124,7 +142,7 @@ def examples(model, encoder):
         torch.tensor(offsets, dtype=torch.int32),
         {"item": torch.from_numpy(places)},
     )
-    width = 8 if sizes.shape[1] == 1 else 3 * 4 * 4 * (2 if encoder == "qwen2_vl" else 1)
+    width = 8 if sizes.shape[1] == 1 else 3 * 4 * 4 * (2 if encoder.split()[-1] in ("qwen2_vl", "qwen3_vl") else 1)
     values = torch.randn(int(sizes.prod(1).sum()), width, generator=generator, dtype=torch.float64)
     return sequences, {"item": (values, torch.from_numpy(sizes))}
 
@@ -207,7 +225,7 @@ def compare(rank, num_ranks, cases, chunks=1, delays=None):
                 assert error < 1e-10, f"{case}: {name} is off by {error}"
 
 
-LATER = {1, 2, 3, 7, 9, 11}
+LATER = {1, 2, 3, 7, 9, 11, 15, 16, 17, 18}
 """Numbers of those whose families of backbones others have, too."""
 
 
@@ -222,9 +240,19 @@ def test_divided_models_equal_whole_ones(case):
     run_ranks(compare, 2, [case])
 
 
+OF_FOUR = [
+    ("qwen3", {}, "siglip"),
+    ("qwen2", {}, "narrow qwen2_vl"),
+    ("llama", {}, "whisper"),
+    ("gemma3", {"head_dim": 12, "sliding_window": 4}, "qwen3_vl"),
+]
+
+
 @pytest.mark.slow
-def test_four_ranks_have_a_head_of_keys_each():
-    run_ranks(compare, 4, [("qwen3", {"num_key_value_heads": 4}, "siglip")])
+@pytest.mark.parametrize("case", OF_FOUR, ids=[f"{family} {encoder}" for family, _, encoder in OF_FOUR])
+def test_four_ranks_have_a_head_of_keys_each(case):
+    family, options, encoder = case
+    run_ranks(compare, 4, [(family, options | {"num_key_value_heads": 4}, encoder)])
 
 
 LORA = ['model.lora.backbone={ rank = 3, targets = ["cross_attn.*", "up_proj"] }', "model.lora.image={ rank = 2 }"]
@@ -327,6 +355,10 @@ def test_parts_are_those_of_torch_chunk(num, size):
     parts = [list(range(*part_of(num, index, size))) for index in range(size)]
     chunks = [chunk.tolist() for chunk in torch.arange(num).chunk(size)]
     assert parts == chunks + [[]] * (size - len(chunks))
+
+
+def test_all_families_of_encoders_can_be_divided():
+    assert all(family.branches for family in (*ENCODERS.values(), *TOWERS.values()))
 
 
 def test_what_centres_rows_over_all_heads_cannot_be_divided():

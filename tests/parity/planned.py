@@ -98,6 +98,7 @@ OPTIMIZER = OptimizerConfig(
 
 OF_FAMILY = {
     "gemma2": {"head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0},
+    "gemma3": {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "mixtral": {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.3},
     "qwen3_moe": {
         "num_experts": 6,
@@ -158,7 +159,10 @@ def build_hf_model(
     numbers |= dict.fromkeys(drops.get(family, ("attention_dropout",)), dropout)
     inner = {"gpt2": {"n_inner": 24}, "opt": {"ffn_dim": 24}}
     numbers |= inner.get(family, {"intermediate_size": 24, "num_key_value_heads": 2})
-    backbone = of_family.config(**numbers, **OF_FAMILY.get(family, {}))
+    numbers |= OF_FAMILY.get(family, {})
+    if "layer_types" in numbers:
+        numbers["layer_types"] = numbers["layer_types"][:num_layers]
+    backbone = of_family.config(**numbers)
     of_images: tuple[torch.nn.Module, Any] = SiglipEncoder(SiglipVisionModel(image)), ProjectorConfig()
     if "stacked" in parts:
         of_images = qwen3_vl_tower(8, DIM, list(INNER), depth=3)

@@ -59,6 +59,7 @@ OF_BACKBONES = {
             parts=("again",),
         ),
         PlannedCase(chain(4, WHOLE), contents=(), batch_size=2),
+        *(PlannedCase(chain(4, WHOLE), exchange=way, parts=("ahead",), family="gemma3") for way in WAYS),
         PlannedCase(
             chain(2, {"image": 3, "audio": 2, "backbone": 2}, {"backbone": 1}, recompute=RECOMPUTED),
             exchange="ulysses",

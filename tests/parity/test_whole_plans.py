@@ -84,7 +84,7 @@ def figures(folder):
     ("family", "ways"),
     [
         pytest.param("qwen2_5_vl", ["shared sequences", "divided layers"], marks=pytest.mark.slow),
-        pytest.param("qwen3_vl", ["stages", "shared sequences"], marks=pytest.mark.slow),
+        pytest.param("qwen3_vl", ["stages", "shared sequences", "divided tower"], marks=pytest.mark.slow),
         pytest.param("qwen3_vl_moe", ["stages", "shared experts"], marks=pytest.mark.slow),
         pytest.param("qwen2_5_omni", ["stages", "divided towers"], marks=pytest.mark.slow),
         pytest.param("qwen2_5_omni_sound", ["stages", "shared sequences", "divided towers"], marks=pytest.mark.slow),
@@ -100,7 +100,7 @@ def test_what_ranks_share_is_one_process(family, ways, tmp_path):
     """Windows, grids and a merger as projector; rows for several blocks, also beside experts; two towers; items in
     several pieces; and a class that Motet does not know, whose encoder is not cut.
 
-    The latter two have one head of keys, which two ranks cannot divide, and of Qwen3-VL the tower is not divided.
+    The latter two have one head of keys, which two ranks cannot divide.
     """
     check(family, 2, {name: WAYS[name] for name in ways}, tmp_path)
 
@@ -109,6 +109,14 @@ def test_what_ranks_share_is_one_process(family, ways, tmp_path):
 def test_a_cut_tower_of_whose_layers_several_are_taken_is_one_process(tmp_path):
     """Rows of the layers so far go from stage to stage."""
     check("granite_vision", 3, {"cut tower": ["parallel.image.pp=2", "parallel.backbone.dp=1"]}, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["internvl", "smolvlm"])
+def test_a_divided_tower_beside_replicas_of_the_backbone_is_one_process(family, tmp_path):
+    """Towers of tiles, one with a norm in its projector; the backbone has one head of keys."""
+    tower = ["parallel.image.tp=2", "parallel.image.dp=1", "parallel.backbone.dp=2"]
+    check(family, 4, {"divided tower": tower}, tmp_path)
 
 
 @pytest.mark.slow

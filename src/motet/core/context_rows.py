@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.attention_table import AttentionTable
+from motet.core.errors import UserError
+from motet.core.words import counted_words
 
 Rows = TypeVar("Rows", float, Float64Array)
 """A number of rows, or numbers of several."""
@@ -143,8 +145,14 @@ def exchanged_heads(
 
     method: as of `dispatch.context.ContextShare`; "auto" is the way that moves fewer. own_rows: of the rank. Others: as
     of `moved_heads`. Under an all-gather a rank has all keys, also those that its rows do not see. Under Ulysses keys
-    that are repeated stay, and what is attended to stays twice: by heads, and by rows.
+    that are repeated stay, and what is attended to stays twice: by heads, and by rows. Raises UserError for Ulysses
+    where ranks do not divide the heads.
     """
+    if method == "ulysses" and (not heads or heads % num_ranks):
+        raise UserError(
+            f"context.exchange is 'ulysses', and {num_ranks} context-parallel ranks do not divide the "
+            f"{counted_words(heads, 'head')} of a rank"
+        )
     by_cast, by_heads = moved_heads(of_keys, of_all, num_ranks, heads, kv_heads)
     sent_kv_heads = kv_heads if kv_heads % num_ranks == 0 else heads
     kept_by_heads = own_rows * (heads + 2.0 * (sent_kv_heads - kv_heads))

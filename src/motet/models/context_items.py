@@ -224,6 +224,7 @@ class ContextItems:
         of_shared = self._together[~of_whole] - self._num_whole
         self._table = AttentionTable.packed(self._rows.lengths, causal, of_shared, prefix)
         self._methods: dict[tuple[int, int, int | None], str] = {}
+        self._wanted_rows: dict[int | None, list[Int64Array]] = {}
         self._keys: dict[tuple[int | None, bool, torch.device], tuple[TableItems, RowCopies]] = {}
         self._heads: dict[torch.device, tuple[TableItems, RowCopies, RowCopies]] = {}
 
@@ -361,10 +362,12 @@ class ContextItems:
         return self._methods[of_layer]
 
     def _wanted(self, window: int | None, everything: bool) -> list[Int64Array]:
-        """By rank, the rows whose keys it gets."""
+        """By rank, the rows whose keys it gets. A method is chosen by them, and keys are sent: they are made once."""
         if everything:
             return [self._table.keys] * self._rows.num_ranks
-        return self._rows.wanted(self._table.windowed(window))
+        if window not in self._wanted_rows:
+            self._wanted_rows[window] = self._rows.wanted(self._table.windowed(window))
+        return self._wanted_rows[window]
 
     def _keys_for(self, window: int | None, everything: bool, device: torch.device) -> tuple[TableItems, RowCopies]:
         at = window, everything, device

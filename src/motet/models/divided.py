@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+from transformers.models.internvl.modeling_internvl import InternVLVisionAttention
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from motet.chunked import ColumnProducts
@@ -294,6 +295,8 @@ def _count_heads(attention: Any, num_ranks: int, reads_config: bool) -> None:
     for name in ("num_heads", "num_attention_heads", "num_key_value_heads", "heads"):
         if hasattr(attention, name):
             setattr(attention, name, getattr(attention, name) // num_ranks)
+    if isinstance(attention, InternVLVisionAttention):  # It reads the width of its heads together by this name.
+        attention.embed_dim //= num_ranks
     if reads_config and hasattr(attention, "config"):
         attention.config = copy(attention.config)
         attention.config.num_attention_heads //= num_ranks
@@ -334,6 +337,7 @@ def _branches(module: _DividedModule) -> Iterator[tuple[nn.Module, TensorBranch]
         and isinstance(module.projector, Projector)
         and module.projector.kind == "mlp"
         and module.projector.norm is None
+        and not isinstance(module.projector.layers[0], nn.LayerNorm)
     ):
         yield from ((module.projector, branch) for branch in _PROJECTOR)
 

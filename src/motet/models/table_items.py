@@ -88,7 +88,7 @@ class TableItems:
         """query [1, heads, num_rows, head_dim], key and value [1, kv_heads, num_keys, head_dim] ->
         [1, num_rows, heads, head_dim].
 
-        window:  a row sees no key that stands `window` places or more before it in the pack.
+        window:  a row sees no key that stands `window` places or more before it in the pack (causal only).
         softcap: a score s becomes softcap * tanh(s / softcap).
         sinks:   [heads], a score without a value, which takes its share of the weights.
         A row that sees no key gets 0.
@@ -98,6 +98,8 @@ class TableItems:
                 f"attention got {query.shape[2]} rows and {key.shape[2]} keys, its table has {self.table.num_rows} and "
                 f"{self.table.num_keys}"
             )
+        if window is not None and not self.causal:
+            raise ValueError("attention in both directions has no sliding window here")
         plain = softcap is None and sinks is None and self.table.num_rows > 0
         if plain and self._pack is not None and (window is None or self._pack.causal):
             return self._pack.attend(query, key, value, scale, dropout, window)

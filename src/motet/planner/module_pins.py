@@ -18,6 +18,7 @@ from motet.core.workload import BACKBONE
 from motet.planner.candidate import Pins
 from motet.planner.infeasible import listed, one_of, tensor_degrees
 from motet.planner.job import Job
+from motet.schedule.check.fit import undivided_parts
 from motet.schedule.layout import Layout
 
 
@@ -89,9 +90,16 @@ def check_module_pins(job: Job, pins: Pins) -> None:
     for name, stated in pins.modules.items():
         num_blocks, cluster = len(job.model.module(name).blocks), job.cluster
         if stated.tp is not None and stated.tp not in (degrees := tensor_degrees(job, name, on_fewer=True)):
+            what = undivided_parts(job.model.module(name), stated.tp)
             raise UserError(
-                f"{name} is pinned to tp = {stated.tp}; it must be {one_of(degrees)}, in"
-                " a node or over whole ones, with whole heads and with known times."
+                f"{name} is pinned to tp = {stated.tp}{', and has ' if what else ''}{what}; it must be "
+                f"{one_of(degrees)}, in a node or over whole ones, with whole heads and with known times."
+            )
+        cp, heads = stated.cp or 1, _heads_of_a_rank(job, stated) if name == BACKBONE else 0
+        if job.exchange == "ulysses" and heads % cp:
+            raise UserError(
+                f"{name} is pinned to cp = {cp}, and context.exchange is {job.exchange!r}: cp must divide its "
+                f'{counted_words(heads, "head")}, or set exchange = "group_cast".'
             )
         if stated.pp is not None and stated.pp > num_blocks:
             raise UserError(f"{name} is pinned to pp = {stated.pp}; it must be 1 to {num_blocks}, its blocks.")
@@ -104,3 +112,9 @@ def check_module_pins(job: Job, pins: Pins) -> None:
                 f"{name} is pinned to {stated}, {counted_words(needed, 'rank')}, and the cluster has "
                 f"{cluster.num_ranks:,}."
             )
+
+
+def _heads_of_a_rank(job: Job, stated: ModuleDegrees) -> int:
+    """Heads of the backbone on each of its pinned tensor-parallel ranks."""
+    layers = job.model.module(BACKBONE).layers
+    return next(layer.attention.num_heads for layer in layers if layer.attention is not None) // (stated.tp or 1)

@@ -102,7 +102,8 @@ class SearchResult:
             if one.obstacle
         ]
         results = tuple(one for one in marked if not one.obstacle)
-        return replace(self, results=results, ruled_out=(*self.ruled_out, *ruled_out))
+        # First: they are as pinned and fit, so that none is nearer.
+        return replace(self, results=results, ruled_out=(*ruled_out, *self.ruled_out))
 
     def with_measured(self, measured: Mapping[int, float | None], obstacles: Mapping[int, str]) -> SearchResult:
         """The result with real steps beside predicted ones.

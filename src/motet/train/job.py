@@ -139,7 +139,7 @@ def build_job(
     if chosen is not None and chosen.plan.schedule != "data_parallel":
         return _build_planned_job(recipe, world, resume, say, cleanup, chosen)
     check_same_backend(world)
-    check_context_unused(recipe.context)
+    check_context_unused(recipe.context, recipe.balance.cut_by)
     unit = None if chosen is None else chosen.plan.unit_of(BACKBONE)
     tensor_size, expert_size = (1, 1) if unit is None else (unit.tp, unit.ep)
     replicas, waits = world.replicas(tensor_size), recipe.fsdp.waits or expert_size > 1

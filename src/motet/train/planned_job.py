@@ -200,12 +200,17 @@ def check_context(plan: Plan, context: ContextConfig) -> None:
         )
 
 
-def check_context_unused(context: ContextConfig) -> None:
-    """Raise UserError for settings of ranks that share sequences, where none do."""
+def check_context_unused(context: ContextConfig, cut_by: str = "") -> None:
+    """Raise UserError for settings of ranks that share sequences, where none do by `cp`.
+
+    cut_by: the setting of `[balance]` by which some share them; "": none.
+    """
+    why = "but no ranks share a sequence"
+    if cut_by:
+        why = f"and ranks that share sequences by balance.{cut_by} exchange keys by {GROUP_CAST!r}, all heads at once"
     for name, setting in context.model_dump(exclude_defaults=True).items():
         raise UserError(
-            f"context.{name} is {setting!r}, but no ranks share a sequence: leave it out, or train under a plan whose "
-            "backbone has cp above 1."
+            f"context.{name} is {setting!r}, {why}: leave it out, or train under a plan whose backbone has cp above 1."
         )
 
 

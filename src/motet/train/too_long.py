@@ -6,15 +6,17 @@ Which these are follows from lengths, Plan and memory alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import UserError
-from motet.core.plan import Plan
+from motet.core.plan import Plan, Unit
 from motet.core.words import counted_words
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.cost.memory import USABLE_MEMORY
@@ -33,6 +35,7 @@ class TooLong:
 
     ids: int64 [n]. needed_bytes: float64 [n], of the fullest rank. tokens: int64 [n], of their sequences.
     cp:  int64 [n], the fewest ranks that could hold each by sharing its sequence; 0 where none of the job's can.
+    most_cp: the most ranks of the job of which that was asked.
     """
 
     ids: Int64Array
@@ -40,12 +43,12 @@ class TooLong:
     tokens: Int64Array
     cp: Int64Array
     capacity_bytes: int
-    num_ranks: int
+    most_cp: int
 
     def reason(self, number: int) -> str:
         """Why one of them is left out, and what would hold it, in words. number: among these, from 0."""
         cp = int(self.cp[number])
-        holds = f"a plan with cp = {cp} could hold it" if cp else f"no cp up to {self.num_ranks} could hold it"
+        holds = f"a plan with cp = {cp} could hold it" if cp else f"no cp up to {self.most_cp} could hold it"
         return (
             f"takes {self.tokens[number]:,} tokens, for which a rank needs {size_words(self.needed_bytes[number])} and "
             f"may fill {size_words(self.capacity_bytes)}; {holds}"
@@ -78,16 +81,20 @@ def too_long(
     found, found_bytes = np.concatenate(ids), np.concatenate(needed)
     order = np.argsort(-found_bytes, kind="stable")
     found, found_bytes = found[order], found_bytes[order]
+    most_cp = plan.unit_of(BACKBONE).cp
     if not len(found):
-        return TooLong(found, found_bytes, found, found, capacity, plan.cluster.num_ranks)
+        return TooLong(found, found_bytes, found, found, capacity, most_cp)
     lengths, holding = lengths_of(found), np.zeros(len(found), dtype=np.int64)
     for sharing in _shared_by_more(plan):
         try:
             fits = bytes_alone(sharing, lengths, exchange=exchange, trains=trains) <= capacity
         except UserError:  # Ranks of a unit behind it, or of its node, cannot be divided so.
+            continue
+        most_cp = sharing.unit_of(BACKBONE).cp
+        holding[fits & (holding == 0)] = most_cp
+        if holding.all():
             break
-        holding[fits & (holding == 0)] = sharing.unit_of(BACKBONE).cp
-    return TooLong(found, found_bytes, lengths.sequence, holding, capacity, plan.cluster.num_ranks)
+    return TooLong(found, found_bytes, lengths.sequence, holding, capacity, most_cp)
 
 
 def _nothing(plan: Plan) -> BatchLengths:
@@ -98,14 +105,32 @@ def _nothing(plan: Plan) -> BatchLengths:
 
 
 def _shared_by_more(plan: Plan) -> Iterator[Plan]:
-    """The Plan with the backbone's sequences shared by twice as many of its ranks, by four times as many, and so on."""
-    unit, share = plan.unit_of(BACKBONE), 2
-    while unit.dp % share == 0:
-        one = replace(unit, dp=unit.dp // share, cp=unit.cp * share, zero=min(unit.zero, 1), shard_size=0)
-        units = tuple(one if each is unit else each for each in plan.units)
-        in_stages = {"schedule": "1f1b", "balance": "off", "policy": {}} if plan.schedule == "data_parallel" else {}
-        yield replace(plan, units=units, **in_stages)
-        share *= 2
+    """The Plan with the backbone's sequences shared by more of its ranks: by each number of replicas that divides them
+    all, and then by those of all stages, which become one.
+    """
+    unit = plan.unit_of(BACKBONE)
+    in_stages = {"schedule": "1f1b", "balance": "off", "policy": {}} if plan.schedule == "data_parallel" else {}
+    shared = replace(unit, zero=min(unit.zero, 1), shard_size=0)
+    for share in range(2, unit.dp + 1):
+        if unit.dp % share == 0:
+            yield _with(plan, replace(shared, dp=unit.dp // share, cp=unit.cp * share), in_stages)
+    if unit.pp > 1:
+        one = {"stages": (_together(unit.stages),), "recompute": (_together(unit.recompute),) * bool(unit.recompute)}
+        yield _with(plan, replace(shared, **one, pp=1, dp=1, cp=unit.num_ranks // unit.tp), {"schedule": "1f1b"})
+
+
+def _together(stages: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Layers of each module in all stages, in the order of the data."""
+    counts = Counter[str]()
+    for stage in stages:
+        counts.update(stage)
+    return dict(counts)
+
+
+def _with(plan: Plan, backbones: Unit, fields: Mapping[str, Any]) -> Plan:
+    """The Plan with another unit in place of the backbone's."""
+    old = plan.unit_of(BACKBONE)
+    return replace(plan, units=tuple(backbones if each is old else each for each in plan.units), **fields)
 
 
 def leave_out_too_long(

@@ -146,6 +146,17 @@ def test_refuses_other_numbers_of_rows_and_keys():
         TableItems(CAUSAL).attend(query, key[:, :, :5], value[:, :, :5], None, 0.0, None)
 
 
+def test_refuses_a_window_in_both_directions():
+    """It would hide keys on one side alone, as no encoder has it; with a soft cap, too, which packs leave to tables."""
+    tensors = draw(SEGMENTS, kv_heads=4)
+    for items in (
+        TableItems(SEGMENTS, causal=False),
+        PackedItems.from_lengths(np.array([9, 300, 1, 80])).with_scores(),
+    ):
+        with pytest.raises(ValueError, match="both directions has no sliding window"):
+            items.attend(*tensors, None, 0.0, 50, softcap=2.0)
+
+
 def test_sinks_are_those_of_gpt_oss():
     table = IMAGES.of(SOME, np.arange(1046))
     query, key, value = draw(table)

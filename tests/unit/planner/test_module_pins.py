@@ -1,12 +1,13 @@
 """Pins of single modules: every Plan that is found has them, and what no Plan has is one sentence."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from motet.core.errors import UserError
 from motet.core.module_degrees import ModuleDegrees
-from motet.planner.candidate import Pins
+from motet.planner.candidate import Pins, predict_candidate
 from motet.planner.field_pins import pins_of
 from motet.planner.infeasible import one_of
 from motet.planner.module_pins import degrees_of, unmet_pin
@@ -59,8 +60,11 @@ def test_a_single_degree_is_named_alone():
     [
         (["video.tp=2"], "the model has no module 'video'; it has image, audio, backbone."),
         (["image.cp=2", "image.dp=8"], "image is pinned to cp = 2, dp = 8, 16 ranks, and the cluster has 8."),
-        (["image.tp=3"], "image is pinned to tp = 3; it must be one of 1, 2, 4"),
-        (["backbone.tp=4"], "must be one of 1, 2, in a node or over whole ones, with whole heads and with known times"),
+        (["image.tp=3"], "image is pinned to tp = 3, and has 4 heads; it must be one of 1, 2, 4"),
+        (
+            ["backbone.tp=4"],
+            "and has 2 heads of keys and values; it must be one of 1, 2, in a node or over whole ones,",
+        ),
         (["audio.pp=5"], "audio is pinned to pp = 5; it must be 1 to 4, its blocks."),
         (["image.pp=2", "image.dp=8"], "image is pinned to pp = 2, dp = 8, 16 ranks, and the cluster has 8."),
     ],
@@ -68,6 +72,27 @@ def test_a_single_degree_is_named_alone():
 def test_what_no_plan_has_is_one_sentence(pins, said):
     with pytest.raises(UserError, match=said):
         found(*pins)
+
+
+def test_ranks_that_share_sequences_by_heads_divide_them():
+    """Such a Plan took forever by prediction, so that its picture could not be drawn."""
+    by_heads = replace(EIGHT, exchange="ulysses")
+    pins = parse_pins(["backbone.cp=3"], STRATEGIES)
+    with pytest.raises(UserError, match=r"cp = 3, and context.exchange is 'ulysses': cp must divide its 8 heads, or"):
+        search(by_heads, STRATEGIES, pins)
+    results = search(by_heads, STRATEGIES, parse_pins(["backbone.cp=4"], STRATEGIES), is_refined=False).results
+    assert results and all(one.prediction.step_s < 1e9 for one in results)
+    plan = results[0].candidate.plan
+    shared = replace(plan.unit_of("backbone"), dp=1, cp=3)
+    units = tuple(shared if "backbone" in unit.modules else unit for unit in plan.units)
+    with pytest.raises(UserError, match="3 context-parallel ranks do not divide the 8 heads of a rank"):
+        predict_candidate(by_heads, replace(results[0].candidate, plan=replace(plan, units=units)))
+
+
+def test_what_training_cannot_run_is_nearer_than_what_is_not_as_pinned():
+    result = found("backbone.cp=4", is_refined=False).with_obstacles(lambda plan: "purple layers", is_trainable=True)
+    assert not result.results
+    assert re.search(r"Nearest is .*CP 4.*: training cannot run purple layers yet\.$", nothing_fits(result))
 
 
 def test_a_degree_of_a_plan_that_leaves_ranks_of_a_node_over_can_be_pinned():

@@ -94,7 +94,7 @@ VISION_BRANCHES = (
     TensorBranch("layer_norm1", _QKV, "self_attn.out_proj", has_heads=True),
     TensorBranch("layer_norm2", ("mlp.fc1",), "mlp.fc2"),
 )
-"""Siglip's and CLIP's."""
+"""Those of Siglip, CLIP and Idefics3."""
 EVA_CLIP_BRANCHES = (
     TensorBranch("", _QKV, "self_attn.out_proj", has_heads=True),
     TensorBranch("", ("mlp.fc1",), "mlp.fc2"),
@@ -106,6 +106,21 @@ DINOV2_BRANCHES = (
     TensorBranch("norm2", *_GATED),
 )
 """Its MLP is gated or not."""
+DINOV3_BRANCHES = (DINOV2_BRANCHES[0], DINOV2_BRANCHES[2])
+"""Its MLP has a gate or not, and other names than Dinov2's without."""
+PIXTRAL_BRANCHES = (
+    TensorBranch(
+        "attention_norm", tuple(f"attention.{name}_proj" for name in "qkv"), "attention.o_proj", has_heads=True
+    ),
+    TensorBranch("ffn_norm", ("feed_forward.gate_proj", "feed_forward.up_proj"), "feed_forward.down_proj"),
+)
+INTERNVL_BRANCHES = (
+    TensorBranch(
+        "layernorm_before", tuple(f"attention.{name}_proj" for name in "qkv"), "attention.projection_layer",
+        has_heads=True,
+    ),
+    TensorBranch("layernorm_after", ("mlp.fc1",), "mlp.fc2"),
+)  # fmt: skip
 QWEN2_VL_BRANCHES = (
     TensorBranch("norm1", _numbered("attn.qkv", 3), "attn.proj", has_heads=True, fused="attn.qkv"),
     TensorBranch("norm2", ("mlp.fc1",), "mlp.fc2"),
@@ -115,6 +130,7 @@ QWEN2_5_OMNI_BRANCHES = (
     TensorBranch("norm2", *_GATED),
 )
 QWEN2_5_VL_BRANCHES = (QWEN2_VL_BRANCHES[0], TensorBranch("norm2", *_GATED))
+QWEN3_VL_BRANCHES = (QWEN2_VL_BRANCHES[0], TensorBranch("norm2", ("mlp.linear_fc1",), "mlp.linear_fc2"))
 AUDIO_BRANCHES = (
     TensorBranch("self_attn_layer_norm", _QKV, "self_attn.out_proj", has_heads=True),
     TensorBranch("final_layer_norm", ("fc1",), "fc2"),

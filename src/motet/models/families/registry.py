@@ -49,18 +49,22 @@ from motet.core.shapes import Norm
 from motet.models.families.branches import (
     AUDIO_BRANCHES,
     DINOV2_BRANCHES,
+    DINOV3_BRANCHES,
     EVA_CLIP_BRANCHES,
     GEMMA2_BRANCHES,
     GEMMA3_BRANCHES,
+    INTERNVL_BRANCHES,
     LLAMA_BRANCHES,
     MLLAMA_BRANCHES,
     MLLAMA_TOWER_BRANCHES,
     OLMO2_BRANCHES,
     PHI3_BRANCHES,
+    PIXTRAL_BRANCHES,
     QWEN2_5_OMNI_BRANCHES,
     QWEN2_5_VL_BRANCHES,
     QWEN2_VL_BRANCHES,
     QWEN3_BRANCHES,
+    QWEN3_VL_BRANCHES,
     SHAPED_BRANCHES,
     VISION_BRANCHES,
     TensorBranch,
@@ -200,6 +204,7 @@ ENCODERS = {
         "vision_config",
         _TOWER,
         class_row=True,
+        branches=INTERNVL_BRANCHES,
     ),
     "siglip2": Family(
         transformers.Siglip2VisionConfig,
@@ -217,6 +222,7 @@ ENCODERS = {
         "vision_config",
         _TOWER,
         feature_layers=True,
+        branches=PIXTRAL_BRANCHES,
     ),
     "dinov3": Family(
         transformers.DINOv3ViTConfig,
@@ -224,6 +230,7 @@ ENCODERS = {
         Dinov3Encoder,
         class_row=True,
         feature_layers=True,
+        branches=DINOV3_BRANCHES,
     ),
     "qwen2_5_vl": Family(
         Qwen2_5_VLVisionConfig,
@@ -241,6 +248,7 @@ ENCODERS = {
         "vision_config",
         r"^(model\.)?visual\.",
         depth="depth",
+        branches=QWEN3_VL_BRANCHES,
     ),
     "whisper": Family(
         transformers.WhisperConfig,
@@ -345,6 +353,7 @@ TOWERS = {
         Idefics3Tower,
         "vision_config",
         r"^(model\.)?vision_model\.",
+        branches=VISION_BRANCHES,
     ),
     "smolvlm": Family(
         SmolVLMVisionConfig,
@@ -352,6 +361,7 @@ TOWERS = {
         Idefics3Tower,
         "vision_config",
         r"^(model\.)?vision_model\.",
+        branches=VISION_BRANCHES,
     ),
     "mllama": Family(
         MllamaVisionConfig,

@@ -281,11 +281,16 @@ def gained_by_cuts_s(decision: Decision) -> float | None:
     return min(whole_s.values()) - cut_s if is_compared and cut_s is not None else None
 
 
+_UNEVEN = "more than an even share of its microbatch"
+"""Why a Plan with stages cuts an item."""
+
+
 def cut_items(batches: Sequence[RankBatch]) -> list[dict[str, Any]]:
     """The items of a step that several ranks shared, one by one.
 
     microbatch, module, item: where, of what, and its number there (of the backbone: the example). length: its own.
-    ranks: how many share it. why: "memory" where no way of whole items fits, else what the decision says, or "".
+    ranks: how many share it. why: "memory" where no way of whole items fits, else what the decision says; a Plan with
+           stages compares no ways, and cuts what is more than an even share.
     gain_s: of all cuts of its microbatch, as of `gained_by_cuts_s`.
     """
     found = []
@@ -302,7 +307,7 @@ def cut_items(batches: Sequence[RankBatch]) -> list[dict[str, Any]]:
                     "item": item,
                     "length": int(length[item]),
                     "ranks": ranks,
-                    "why": decision.why if decision.fits_whole else "memory",
+                    "why": (decision.why or _UNEVEN) if decision.fits_whole else "memory",
                     "gain_s": None if gained_s is None else _rounded(gained_s),
                 }
                 for item, ranks in degrees.items()
