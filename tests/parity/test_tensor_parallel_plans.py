@@ -201,7 +201,7 @@ def inside(seed, *, zero=0, schedule="1f1b", **options):
     llm_cp = options.pop("llm_cp", 1)
     backbone = Unit("llm", cut, pp=2, tp=2, cp=llm_cp, zero=zero, recompute=recompute)
     degrees = {"tp": options.pop("tp", 2), "cp": options.pop("cp", 1)}
-    image = Unit("image", ({"image": 3},), dp=2, zero=1, recompute=of_image, **degrees)
+    image = Unit("image", ({"image": 3},), dp=options.pop("dp", 2), zero=1, recompute=of_image, **degrees)
     audio = Unit("audio", ({"audio": 1}, {"audio": 1}), pp=2, tp=2, cp=llm_cp, zero=0)
     return PlannedCase((backbone, image, audio), schedule, num_layers=4, fill_seed=seed, **options)
 
@@ -236,7 +236,10 @@ CASES_WITH_SUMS = [
     inside(11, filling="by_step", parts=("again",), contents=("image",), batch_size=4),
     inside(38, is_mixed=True),
 ]
-OF_EIGHT = [inside(38, llm_cp=2, cp=2), inside(18, llm_cp=2, cp=2, parts=("queries",), contents=("image",))]
+OF_EIGHT = [
+    inside(38, llm_cp=2, dp=4, contents=("image",)),  # Groups of ranks deal items out, and some have none.
+    inside(18, llm_cp=2, cp=2, recomputes=True),
+]
 
 
 @pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: CASES_WITH_SUMS, 8: OF_EIGHT}, {4: (0,)}))

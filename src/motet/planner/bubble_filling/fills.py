@@ -12,7 +12,8 @@ all of it, so nothing of the backbone is delayed.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -119,6 +120,31 @@ def fill(backbone: BackbonePipeline, encoders: Encoders, first_stage: int) -> Fi
     if encoders.has_backward and not np.isfinite(backbone.ready_s).all():
         raise ArgumentError("encoders have backward passes, and the backbone has none that give them gradients.")
     return Filling(backbone, encoders, first_stage)
+
+
+def with_sums_apart(fills: Sequence[Fill], num_halves: Mapping[int, int]) -> tuple[Fill, ...]:
+    """The same fills of halves with the sum of each half apart, which begins where that ends (`parts_with_sums`).
+
+    num_halves: of a pass, for the stages whose sums can be apart; passes in another number of parts stay.
+
+    Example:
+        >>> half = Fill(0, "9F3.0", "0F0.1"), Fill(0, "9F3.1", "0F0.3")
+        >>> [f"{fill.action}<{fill.before}" for fill in with_sums_apart(half, {9: 2})]
+        ['9F3.0<0F0.1', '9F3.1<0F0.1', '9F3.2<0F0.3', '9F3.3<0F0.3', '9F3.4<0F0.3']
+    """
+    actions = [parse_action(fill.action) for fill in fills]
+    counts = Counter(action[:3] for action in actions)
+    apart = []
+    for fill, action in zip(fills, actions):
+        num = num_halves.get(action.stage, 0)
+        if counts[action[:3]] != num:
+            apart.append(fill)
+            continue
+        first = 2 * action.part
+        # Behind the last sum comes what stands behind the blocks.
+        parts = range(first, first + (3 if action.part == num - 1 else 2))
+        apart += [replace(fill, action=str(action._replace(part=part))) for part in parts]
+    return tuple(apart)
 
 
 def before_whole_passes(fills: tuple[Fill, ...]) -> tuple[Fill, ...]:

@@ -9,7 +9,7 @@ parallelism of their own.
 4. Backbones follow in the order of their bounds. The encoder plans that could be best are placed in their bubbles
    (`fills.py`). The best is proposed with slices of passes in all bubbles (fine), if some of these are inside passes,
    beside tensor-parallel communication, also in the others alone, and with whole passes before and after the backbone's
-   (coarse).
+   (coarse). If ranks share the encoders' products, it is also proposed with their sums beside the backbone's compute.
 
 Placing takes longest, so a backbone that cannot be the fastest is left out as early as that shows: by the least that
 its ranks compute; by what its busiest rank computes with the recomputation that memory needs; by its passes and
@@ -21,17 +21,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from motet.core.module_degrees import ModuleDegrees
 from motet.core.workload import BACKBONE
+from motet.cost.memory import unit_spans
 from motet.planner.bubble_filling.backbone_alone import MAX_TIMED_ISLANDS, BackboneAlone
 from motet.planner.bubble_filling.backbone_bubbles import BackbonePipeline
 from motet.planner.bubble_filling.backbone_shapes import PipelineShape, backbone_shapes, encoders_of
 from motet.planner.bubble_filling.encoder_memory import EncoderMemory, FittedPlan
 from motet.planner.bubble_filling.encoder_plans import EncoderPlan, EncoderPlans
 from motet.planner.bubble_filling.encoder_times import encoders_beside
-from motet.planner.bubble_filling.fills import Filling, PlacedFills, before_whole_passes, fill, is_inside_pass
+from motet.planner.bubble_filling.fills import (
+    Filling,
+    PlacedFills,
+    before_whole_passes,
+    fill,
+    is_inside_pass,
+    with_sums_apart,
+)
 from motet.planner.bubble_filling.one_f_one_b_bound import one_f_one_b_s
 from motet.planner.candidate import BUBBLE_FILLING, Candidate, Pins, RuledOut
 from motet.planner.infeasible import indivisible, nothing_divides
@@ -260,9 +269,14 @@ class _Filler:
         return best, filling
 
     def candidates(self, fitted: FittedPlan, filling: Filling, limit_s: float) -> list[Candidate]:
-        """The plan finely placed, and otherwise if that differs and is estimated to take less than limit_s: between
-        passes of the backbone alone, which ragged microbatches may like better, and coarsely."""
+        """The plan finely placed, and otherwise if that differs and is estimated to take less than limit_s: with sums
+        apart, between passes of the backbone alone, which ragged microbatches may like better, and coarsely."""
         fine, others = self._thinned(fitted, filling), {"coarse": self._fill(fitted, 0).coarse}
+        num_halves = self._halves_with_sums(fitted)
+        if num_halves:
+            apart = replace(filling.fine, fills=with_sums_apart(filling.fine.fills, num_halves))
+            if apart.fills != filling.fine.fills:
+                others = {"fine, sums apart": apart} | others
         if any(map(is_inside_pass, fine.fills)):
             between = self._fill(fitted, _HALVES, is_inside=False)
             others = {"fine, between passes": self._thinned(fitted, between)} | others
@@ -278,6 +292,23 @@ class _Filler:
         backbone = self.alone.pipeline(fitted.units, parted=is_inside and num_slices > 0)
         encoders = encoders_beside(self.plans, fitted, num_slices)
         return fill(backbone, encoders, len(self.plans.backbone.stages))
+
+    def _halves_with_sums(self, fitted: FittedPlan) -> dict[int, int]:
+        """Halves of a pass, by stage of encoders whose sums can be beside the backbone's compute; none where a device
+        computes nothing beside collectives.
+        """
+        model, pp = self.plans.job.model, fitted.plan.pp
+        cluster, num_ranks = self.plans.job.cluster, self.plans.shape.pp
+        found: dict[int, int] = {}
+        for number, unit in enumerate(fitted.units[1:]):
+            if unit.tp == 1 or not cluster.device.overlaps or cluster.tensor_pieces > 1:
+                continue
+            first = len(self.plans.backbone.stages) + number * num_ranks
+            for stage in range(num_ranks):
+                pieces = model.module(unit.name).pieces(*unit_spans(model, unit, stage % pp)[unit.name])
+                if all(half >= 0 for _, half in pieces):
+                    found[first + stage] = len(pieces)
+        return found
 
     def _thinned(self, fitted: FittedPlan, filling: Filling) -> PlacedFills:
         """The same placement in whole layers, if it then takes about as long: Plans are shorter, and kernels larger."""

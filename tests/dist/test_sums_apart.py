@@ -1,0 +1,61 @@
+"""Sums of encoders in bubbles, in parts of their own, travel while the row goes on."""
+
+import torch
+
+from dist.test_bubbles import UNITS, alone  # noqa: F401
+from motet.runtime.clock import ActionClock
+from motet.schedule import parse_action, planned
+from motet.tensor_parallel import RowParts
+from parity.planned import SAME_TYPES, run_of
+from parity.test_tensor_parallel_plans import inside
+from ranks import run_ranks
+
+CASE = inside(38, contents=("image",), batch_size=4)
+
+
+def hear(rank, num_ranks):
+    """(action, how many sums of images were on their way as it began) of a step on a rank, and whose images it has."""
+    run = run_of(CASE, torch.float64, SAME_TYPES)
+    batches, rows = run.batches(0, CASE.model()), run.step.model.encoders["image"].row_parts
+    heard, on_their_way = [], []
+    begin, move = ActionClock.begin, RowParts._move
+
+    def begun(self, action):
+        heard.append((action, len(on_their_way)))
+        begin(self, action)
+
+    def moved(self, collective, *tensors, is_sum):
+        on_their_way.extend([collective] * (self is rows))
+        move(self, collective, *tensors, is_sum=is_sum)
+        del on_their_way[len(on_their_way) - (self is rows) :]
+
+    ActionClock.begin, RowParts._move = begun, moved
+    run.step.run(batches)
+    has_images = {number for number, batch in enumerate(batches) if len(batch.media.get("image", ((), ()))[1])}
+    return [(str(action), count) for action, count in heard], has_images
+
+
+def counts_of(row, stages, has_images):
+    """How many sums are on their way as each action of a row begins: from the part before a sum to the part behind."""
+    on_their_way = set()
+    for action in row:
+        key = action[:3]
+        if stages[action.stage].has_sums and "image" in stages[action.stage].layers and action.part >= 0:
+            if action.part % 2 == 0:
+                yield len(on_their_way)  # It waits for its sum after it has begun.
+                on_their_way.discard(key)
+                if action.part < stages[action.stage].num_parts - 1 and action.microbatch in has_images:
+                    on_their_way.add(key)
+                continue
+        yield len(on_their_way)
+
+
+def test_the_row_goes_on_while_sums_are_on_their_way():
+    program = planned(CASE.plan())
+    heard = run_ranks(hear, 4)
+    num_beside = 0
+    for rank, (of_rank, has_images) in enumerate(heard):
+        row = [parse_action(name) for name, _ in of_rank]
+        assert [count for _, count in of_rank] == list(counts_of(row, program.stages, has_images)), rank
+        num_beside += sum(count > 0 and action.stage < 2 for action, (_, count) in zip(row, of_rank))
+    assert num_beside > 4, "passes of the backbone run beside sums"
