@@ -39,15 +39,12 @@ def counts_of(row, stages, has_images):
     """How many sums are on their way as each action of a row begins: from the part before a sum to the part behind."""
     on_their_way = set()
     for action in row:
-        key = action[:3]
-        if stages[action.stage].has_sums and "image" in stages[action.stage].layers and action.part >= 0:
-            if action.part % 2 == 0:
-                yield len(on_their_way)  # It waits for its sum after it has begun.
-                on_their_way.discard(key)
-                if action.part < stages[action.stage].num_parts - 1 and action.microbatch in has_images:
-                    on_their_way.add(key)
-                continue
-        yield len(on_their_way)
+        yield len(on_their_way)  # A part waits for the sum before it once it has begun.
+        stage, key = stages[action.stage], action[:3]
+        if stage.has_sums and "image" in stage.layers and action.part >= 0 and action.part % 2 == 0:
+            on_their_way.discard(key)
+            if action.part < stage.num_parts - 1 and action.microbatch in has_images:
+                on_their_way.add(key)
 
 
 def test_the_row_goes_on_while_sums_are_on_their_way():

@@ -272,11 +272,10 @@ class _Filler:
         """The plan finely placed, and otherwise if that differs and is estimated to take less than limit_s: with sums
         apart, between passes of the backbone alone, which ragged microbatches may like better, and coarsely."""
         fine, others = self._thinned(fitted, filling), {"coarse": self._fill(fitted, 0).coarse}
-        num_halves = self._halves_with_sums(fitted)
-        if num_halves:
-            apart = replace(filling.fine, fills=with_sums_apart(filling.fine.fills, num_halves))
-            if apart.fills != filling.fine.fills:
-                others = {"fine, sums apart": apart} | others
+        if num_halves := self._halves_with_sums(fitted):
+            apart = with_sums_apart(filling.fine.fills, num_halves, in_turns=fitted.plan.pp == 1)
+            if apart != filling.fine.fills:
+                others = {"fine, sums apart": replace(filling.fine, fills=apart)} | others
         if any(map(is_inside_pass, fine.fills)):
             between = self._fill(fitted, _HALVES, is_inside=False)
             others = {"fine, between passes": self._thinned(fitted, between)} | others
