@@ -119,10 +119,14 @@ def _no_shape(job: Job, pins: Pins) -> str:
 
 
 class _BoundedPlan(NamedTuple):
-    """An encoder plan, the least that a step takes with it, and what its encoders take of a microbatch."""
+    """An encoder plan, the least that a step takes with it, and what its encoders take of a microbatch.
+
+    apart_s: that least, if all sums of encoders are beside other work.
+    """
 
     bound_s: float
     encoders_s: float
+    apart_s: float
     fitted: FittedPlan
 
 
@@ -172,7 +176,7 @@ def _bounded_backbone(job: Job, pins: Pins, shape: PipelineShape, faster_than_s:
     # 6. Its simulated step, if all bubbles were filled.
     filler = _Filler(plans)
     bounded = filler.bounded(fitting)
-    bound_s = max(bounded[0].bound_s, least_s)
+    bound_s = max(min(one.apart_s for one in bounded), least_s)
     if bound_s >= faster_than_s:
         return _Outcome(True, [*ruled_out, _too_slow(shape, bounded[0].fitted)])
     return _Outcome(True, ruled_out, _Bounded(bound_s, filler, bounded))
@@ -255,13 +259,17 @@ class _Filler:
         bounded = []
         for fitted in by_recomputed:
             encoders_s = encoders_beside(self.plans, fitted, 0).microbatch_s
-            bounded.append(_BoundedPlan(max(_filled_s(backbone, encoders_s), backbone_s), encoders_s, fitted))
+            sums_s = sum(float(self.plans.costs(unit).sums_s.sum()) for unit in fitted.units[1:])
+            bound_s, apart_s = (
+                max(_filled_s(backbone, each_s), backbone_s) for each_s in (encoders_s, encoders_s - sums_s)
+            )
+            bounded.append(_BoundedPlan(bound_s, encoders_s, apart_s, fitted))
         return sorted(bounded, key=lambda one: one[:2])
 
     def best(self, bounded: list[_BoundedPlan]) -> tuple[FittedPlan, Filling]:
         """The plan whose fine placement ends first, of the few that could be best."""
         best, filling = bounded[0].fitted, self._fill(bounded[0].fitted, _HALVES)
-        for bound_s, _, fitted in bounded[1:_MAX_PLACED]:
+        for bound_s, _, _, fitted in bounded[1:_MAX_PLACED]:
             if bound_s < filling.fine_s:
                 other = self._fill(fitted, _HALVES)
                 if other.fine_s < filling.fine_s:
@@ -296,11 +304,10 @@ class _Filler:
         """Halves of a pass, by stage of encoders whose sums can be beside the backbone's compute; none where a device
         computes nothing beside collectives.
         """
-        model, pp = self.plans.job.model, fitted.plan.pp
-        cluster, num_ranks = self.plans.job.cluster, self.plans.shape.pp
-        found: dict[int, int] = {}
+        job, pp, num_ranks = self.plans.job, fitted.plan.pp, self.plans.shape.pp
+        model, found = job.model, dict[int, int]()
         for number, unit in enumerate(fitted.units[1:]):
-            if unit.tp == 1 or not cluster.device.overlaps or cluster.tensor_pieces > 1:
+            if unit.tp == 1 or not job.cluster.runs_beside_sums:
                 continue
             first = len(self.plans.backbone.stages) + number * num_ranks
             for stage in range(num_ranks):
