@@ -134,7 +134,7 @@ CASES = {
         step_s=12.0,
         tp=2,
         encoder_tp=2,
-        sizes={"dim": 64, "num_blocks": 4, "image_dim": 64, "image_blocks": 2, "key_heads": 2},
+        sizes={"dim": 64, "num_blocks": 4, "image_dim": 64, "image_blocks": 4, "key_heads": 2},
     ),
 }
 

@@ -1,10 +1,18 @@
 """Sums of encoders in bubbles, in parts of their own, travel while the row goes on."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 
+from cli.tiny_job import losses
 from dist.test_bubbles import UNITS, alone  # noqa: F401
+from dist.test_executed import traced
+from dist.test_planned import plan_of, row_of, run_planned
 from motet.runtime.clock import ActionClock
-from motet.schedule import parse_action, planned
+from motet.schedule import coarse_fills, fillable, parse_action, planned
+from motet.schedule.layout import parts_with_sums
+from motet.schedule.program import Kind
 from motet.tensor_parallel import RowParts
 from parity.planned import SAME_TYPES, run_of
 from parity.test_tensor_parallel_plans import inside
@@ -56,3 +64,29 @@ def test_the_row_goes_on_while_sums_are_on_their_way():
         assert [count for _, count in of_rank] == list(counts_of(row, program.stages, has_images)), rank
         num_beside += sum(count > 0 and action.stage < 2 for action, (_, count) in zip(row, of_rank))
     assert num_beside > 4, "passes of the backbone run beside sums"
+
+
+@pytest.mark.slow
+def test_a_run_with_sums_apart_trains_as_one_process_does(job, alone, tmp_path, monkeypatch, capsys):  # noqa: F811
+    """Its trace and its simulation have the same rows, with sums in them."""
+    plan = plan_of(job, ({"image": 2, "audio": 2, "backbone": 1}, {"backbone": 2}), left_over=2)
+    plan = replace(plan, units=tuple(replace(unit, tp=2) for unit in UNITS), microbatch_size=1)
+    unfilled, encoders = fillable(plan)
+    stages, fills = planned(plan).stages, []
+    for fill in coarse_fills(unfilled.program, encoders):
+        action = parse_action(fill.action)
+        num_parts = parts_with_sums(stages[action.stage], plan.model)
+        assert num_parts > 2
+        # Forward passes of the first encoder on the first rank wait with their end until the backbone has begun.
+        is_late = action.stage == 2 and action.kind is Kind.F and action.microbatch > 0
+        for part in range(num_parts):
+            before = "0F1" if is_late and part == num_parts - 1 and fill.before == "0F0" else fill.before
+            fills.append(replace(fill, action=str(action._replace(part=part)), before=before))
+    plan = replace(plan, fills=tuple(fills))
+    run_dir = run_planned(job, tmp_path, plan)
+    assert losses(run_dir) == pytest.approx(losses(alone), rel=1e-10)
+    found = traced(run_dir)
+    for rank in range(4):
+        expected = row_of(tmp_path / "plan.json", job, rank, monkeypatch, capsys)
+        assert any("F0.1" in name for name in expected)
+        assert all([name for name, _, _ in found[rank, step]] == expected for step in range(8))
