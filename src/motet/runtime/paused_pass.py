@@ -98,10 +98,8 @@ class PausedPass:
             raise self._error
 
     def leave(self) -> None:
-        """End it where it has paused, so that its thread is free: the row has failed."""
-        if self._worker is not None and not self.has_ended:
-            self._turns.put(False)
-            self._turns_back.get()
+        """End it where it has paused, so that nothing of it is kept: the row has failed."""
+        self._turns.put(False)
 
     def until(self, number: int) -> None:
         """In the pass: pause until the row has reached a part, of those that compute.

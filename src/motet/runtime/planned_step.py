@@ -41,14 +41,7 @@ from motet.runtime.p2p import Lanes
 from motet.runtime.parted_pass import PartedPass
 from motet.runtime.paused_pass import PausedPass, Worker
 from motet.runtime.place import Place
-from motet.runtime.sections import (
-    Around,
-    BlockSpan,
-    Section,
-    SectionedStage,
-    SectionRun,
-    spans_of,
-)
+from motet.runtime.sections import Around, BlockSpan, Section, SectionedStage, SectionRun, spans_of
 from motet.runtime.sent_bytes import by_kind
 from motet.runtime.stage import Model, modules_by_phase
 from motet.runtime.step import MadeRows, StepResult, update_if_finite
@@ -262,7 +255,8 @@ class _RunningPlan:
 
     def execute(self, step: int, leave_out: Iterable[Kind] = ()) -> None:
         """Execute the row. leave_out: kinds that are not executed."""
-        clock, row, kind = self.step.clock, self.place.row, self.step.mesh.device.type
+        clock, row, device = self.step.clock, self.place.row, self.step.mesh.device
+        kind, self.stream = device.type, torch.cuda.current_stream(device) if device.type == "cuda" else None
         self.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         self.executor = Executor(row, self.handlers, clock, leave_out=leave_out, in_parts=_IN_PARTS)
         try:
@@ -306,28 +300,27 @@ class _RunningPlan:
         return torch.autocast(kind, dtype, cache_enabled=False) if is_on else nullcontext()
 
     def _go_on(self, handler: Handler, action: Action) -> None:
-        """Go on with a pass whose sums are apart, up to its next one. A sum's own part has nothing to do: the part
-        before it has started the sum, and the part behind it waits for it.
+        """Go on with a pass whose sums are apart, up to its next one.
+
+        A sum's own part has nothing to do: the part before it has started the sum, and the part behind it waits for it.
         """
-        key, (number, is_sum) = action[:3], divmod(action.part, 2)
+        key, (number, is_sum), stage = action[:3], divmod(action.part, 2), self.place.stages[action.stage]
         if is_sum:
             return
-        stage, device = self.place.stages[action.stage], self.step.mesh.device
         if number == 0:
             rows = [each for name in stage.layers if (each := self.rows[name]) is not None]
-            stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-            def run(paused: PausedPass) -> None:
-                # Torch would run backward in its own thread of the GPU, in which the backbone's may be running.
-                with torch.cuda.stream(stream), self._autocast(), torch.autograd.set_multithreading_enabled(False):
-                    for part in range(self._last_part(action.stage) + 1):
-                        paused.until(BLOCK_SUMS * part)
-                        handler(action._replace(part=part))
-
-            self.paused[key] = PausedPass(run, rows, self.step.workers)
+            self.paused[key] = PausedPass(partial(self._block_by_block, handler, action), rows, self.step.workers)
         self.paused[key].go_on(number)
         if action.part == stage.num_parts - 1:
             del self.paused[key]
+
+    def _block_by_block(self, handler: Handler, action: Action, paused: PausedPass) -> None:
+        """All of a pass whose sums are apart, in a thread of its own."""
+        # Torch would run backward in its own thread of a GPU, in which the backbone's may be running.
+        with torch.cuda.stream(self.stream), self._autocast(), torch.autograd.set_multithreading_enabled(False):
+            for block in range(self._last_part(action.stage) + 1):
+                paused.until(BLOCK_SUMS * block)
+                handler(action._replace(part=block))
 
     def _pausing(self, action: Action, section: Section) -> AbstractContextManager[None]:
         """What a section runs in: inside blocks, a pass whose sums are apart pauses at these."""
