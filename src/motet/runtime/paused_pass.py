@@ -24,7 +24,7 @@ from motet.tensor_parallel import RowParts
 _Job = Callable[[], None]
 
 
-class Worker:
+class PassThread:
     """A thread that runs one function after the other, and ends with the process, or when nobody has it any more."""
 
     def __init__(self) -> None:
@@ -54,14 +54,14 @@ class PausedPass:
 
     run:     the pass, a function of this object. It pauses by `until`, and at sums inside `pausing`.
     rows:    those that its tensor-parallel ranks share, by module.
-    workers: threads without work, of which it takes one, and gives it back at its end.
+    threads: threads without work, of which it takes one, and gives it back at its end.
 
     Example:
         >>> def run(paused):
         ...     print("first half")
         ...     paused.until(1)
         ...     print("second half")
-        >>> paused = PausedPass(run, rows=[], workers=[])
+        >>> paused = PausedPass(run, rows=[], threads=[])
         >>> paused.go_on(0)
         first half
         >>> paused.go_on(1)
@@ -70,11 +70,11 @@ class PausedPass:
         True
     """
 
-    def __init__(self, run: Callable[[PausedPass], None], rows: Sequence[RowParts], workers: list[Worker]) -> None:
-        self._run, self._rows, self._workers = run, rows, workers
+    def __init__(self, run: Callable[[PausedPass], None], rows: Sequence[RowParts], threads: list[PassThread]) -> None:
+        self._run, self._rows, self._threads = run, rows, threads
         self._turns: SimpleQueue[bool] = SimpleQueue()
         self._turns_back: SimpleQueue[None] = SimpleQueue()
-        self._worker: Worker | None = None
+        self._thread: PassThread | None = None
         self._error: BaseException | None = None
         self._reached = self._last_sum = 0
         self.has_ended = False
@@ -126,10 +126,10 @@ class PausedPass:
             self.until(self._reached + 1)
 
     def _take_turn(self) -> None:
-        if self._worker is None:
-            self._worker = self._workers.pop() if self._workers else Worker()
+        if self._thread is None:
+            self._thread = self._threads.pop() if self._threads else PassThread()
             context = contextvars.copy_context()
-            self._worker.run(lambda: context.run(self._run_whole))
+            self._thread.run(lambda: context.run(self._run_whole))
         else:
             self._turns.put(True)
         self._turns_back.get()
@@ -142,6 +142,6 @@ class PausedPass:
         except BaseException as error:  # The row's thread raises it.
             self._error = error
         self.has_ended = True
-        assert self._worker is not None, "a thread runs it"
-        self._workers.append(self._worker)
+        assert self._thread is not None, "a thread runs it"
+        self._threads.append(self._thread)
         self._turns_back.put(None)

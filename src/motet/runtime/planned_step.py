@@ -39,7 +39,7 @@ from motet.runtime.mesh import Mesh
 from motet.runtime.messages import Messages
 from motet.runtime.p2p import Lanes
 from motet.runtime.parted_pass import PartedPass
-from motet.runtime.paused_pass import PausedPass, Worker
+from motet.runtime.paused_pass import PassThread, PausedPass
 from motet.runtime.place import Place
 from motet.runtime.sections import Around, BlockSpan, Section, SectionedStage, SectionRun, spans_of
 from motet.runtime.sent_bytes import by_kind
@@ -105,7 +105,7 @@ class PlannedStep:
         self.like = torch.empty(0, dtype=held.types.compute or first.dtype, device=mesh.device)
         width = spec.module(BACKBONE).layers[0].output_width
         self.without_rows = self.like.new_empty(0, width).requires_grad_()
-        self.workers: list[Worker] = []
+        self.threads: list[PassThread] = []
 
     def run(self, batches: Sequence[RankBatch], step: int = 0) -> StepResult:
         """Take one step, as `TrainStep.run` does. A collective."""
@@ -309,7 +309,7 @@ class _RunningPlan:
             return
         if number == 0:
             rows = [each for name in stage.layers if (each := self.rows[name]) is not None]
-            self.paused[key] = PausedPass(partial(self._block_by_block, handler, action), rows, self.step.workers)
+            self.paused[key] = PausedPass(partial(self._block_by_block, handler, action), rows, self.step.threads)
         self.paused[key].go_on(number)
         if action.part == stage.num_parts - 1:
             del self.paused[key]

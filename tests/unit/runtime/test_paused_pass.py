@@ -64,7 +64,7 @@ def test_a_pass_without_sums_keeps_to_the_parts_of_the_others():
 
 
 def test_passes_are_in_turns_and_take_over_threads_that_are_free():
-    heard, workers, ids = [], [], set()
+    heard, threads, ids = [], [], set()
 
     def run(name, paused):
         for number in range(3):
@@ -72,13 +72,13 @@ def test_passes_are_in_turns_and_take_over_threads_that_are_free():
             ids.add(threading.get_ident())
             heard.append(f"{name}{number}")
 
-    first, second = (PausedPass(partial(run, name), [], workers) for name in "ab")
+    first, second = (PausedPass(partial(run, name), [], threads) for name in "ab")
     for number in range(3):
         first.go_on(number)
         second.go_on(number)
     assert heard == ["a0", "b0", "a1", "b1", "a2", "b2"]
-    assert len(workers) == len(ids) == 2
-    PausedPass(partial(run, "c"), [], workers).go_on(2)
+    assert len(threads) == len(ids) == 2
+    PausedPass(partial(run, "c"), [], threads).go_on(2)
     assert heard[6:] == ["c0", "c1", "c2"] and len(ids) == 2
 
 
@@ -97,7 +97,7 @@ def test_an_error_is_that_of_the_part_that_goes_on():
 
 
 def test_a_pass_that_nobody_goes_on_with_ends_where_it_paused():
-    ended, workers = [], []
+    ended, threads = [], []
 
     def run(paused):
         try:
@@ -106,11 +106,11 @@ def test_a_pass_that_nobody_goes_on_with_ends_where_it_paused():
         finally:
             ended.append("left")
 
-    paused = PausedPass(run, [], workers)
+    paused = PausedPass(run, [], threads)
     paused.go_on(0)
     paused.leave()
     for _ in range(1000):
-        if workers:
+        if threads:
             break
         time.sleep(0.01)
-    assert ended == ["left"] and len(workers) == 1
+    assert ended == ["left"] and len(threads) == 1
