@@ -139,11 +139,16 @@ CASES = [
 
 
 def build_model(
-    dim: int = DIM, num_blocks: int = NUM_BLOCKS, image_blocks: int = IMAGE_BLOCKS, key_heads: int = 1
+    dim: int = DIM,
+    num_blocks: int = NUM_BLOCKS,
+    image_blocks: int = IMAGE_BLOCKS,
+    key_heads: int = 1,
+    image_dim: int = 8,
 ) -> MLLM:
     """The same weights in every call. key_heads: heads of keys and values of the backbone."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "attn_implementation": ATTENTION}
+    sizes = {"hidden_size": image_dim, "intermediate_size": 3 * image_dim // 2}
+    sizes |= {"num_attention_heads": 2, "attn_implementation": ATTENTION}
     image = SiglipVisionConfig(
         num_hidden_layers=image_blocks, image_size=8, patch_size=2, vision_use_head=False, **sizes
     )
@@ -151,7 +156,7 @@ def build_model(
         vocab_size=VOCABULARY, hidden_size=dim, intermediate_size=24, num_hidden_layers=num_blocks,
         num_attention_heads=2, num_key_value_heads=key_heads, attn_implementation=ATTENTION,
     )  # fmt: skip
-    encoder = ModalityModule(SiglipEncoder(SiglipVisionModel(image)), Projector(8, dim, ProjectorConfig()))
+    encoder = ModalityModule(SiglipEncoder(SiglipVisionModel(image)), Projector(image_dim, dim, ProjectorConfig()))
     return MLLM({"image": encoder}, Backbone(Qwen2ForCausalLM(backbone)))
 
 

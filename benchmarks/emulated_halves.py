@@ -1,8 +1,10 @@
-"""Passes of a backbone with tensor parallelism that sleep in halves of layers, between collectives that last.
+"""Passes with tensor parallelism that sleep in halves of layers, between collectives that last.
 
 As the simulator has it (`simulate/predict/pass_parts.py`), all halves of a pass take equally long, and so do the four
 collectives of a layer. A collective lasts from when it is started, so that what runs beside it takes no time of its
 own, as far as it is no longer. What else is priced, of embedding and output layer, comes behind the pass.
+
+Of encoders whose sums are apart, each part sleeps before it starts its sum.
 """
 
 from __future__ import annotations
@@ -27,12 +29,29 @@ class PassSeconds(NamedTuple):
     tensor_s: float
 
 
+class EncoderPart:
+    """A part of an encoder's pass that computes, up to its sum. compute_s, sum_s: what both take."""
+
+    def __init__(self, compute_s: float, sum_s: float) -> None:
+        self.compute_s, self.sum_s = compute_s, sum_s
+        self.began_s, self.has_slept = time.perf_counter(), False
+
+    def sleep(self) -> None:
+        if not self.has_slept:
+            sleep_until(self.began_s + self.compute_s)
+        self.has_slept = True
+
+
 class SlowRows(RowParts):
-    """Rows that tensor-parallel ranks share, whose products and collectives last. now: of the pass that runs."""
+    """Rows that tensor-parallel ranks share, whose products and collectives last. now: of the pass that runs.
+
+    of_encoder: the part that runs of an encoder whose sums are apart; None: sums of encoders take no time.
+    """
 
     now: ClassVar[PassSeconds]
     began_s: ClassVar[float]
     behind_s: ClassVar[float]
+    of_encoder: ClassVar[EncoderPart | None] = None
 
     def into_products(self, hidden: Tensor) -> Tensor:
         rows = super().into_products(hidden)
@@ -45,6 +64,18 @@ class SlowRows(RowParts):
         with _collective():
             return super()._scattered(rows)
 
+    def _summed(self, x: Tensor) -> Tensor:
+        part = SlowRows.of_encoder
+        if part is None or part.has_slept:
+            return super()._summed(x)
+        part.sleep()
+        end_s = time.perf_counter() + part.sum_s
+        total = super()._summed(x)
+        sleep_until(end_s)
+        if (behind := SlowRows.of_encoder) is not None:
+            behind.began_s = time.perf_counter()
+        return total
+
     def _gathered(self, part: Tensor, num_rows: int) -> Tensor:
         with _collective():
             return super()._gathered(part, num_rows)
@@ -56,6 +87,15 @@ def passing(seconds: PassSeconds) -> Iterator[None]:
     SlowRows.now, SlowRows.behind_s = seconds, seconds.tensor_s
     yield
     time.sleep(max(SlowRows.behind_s, 0.0))
+
+
+@contextmanager
+def computing(part: EncoderPart) -> Iterator[None]:
+    """In the block, a part of an encoder runs."""
+    before, SlowRows.of_encoder = SlowRows.of_encoder, part
+    yield
+    part.sleep()
+    SlowRows.of_encoder = before
 
 
 @contextmanager

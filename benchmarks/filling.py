@@ -1,4 +1,5 @@
-"""What filling bubbles gains: none, fills of the Plan, fills inside passes, and fills that each step decides.
+"""What filling bubbles gains: none, fills of the Plan, fills inside passes, sums of encoders apart, and fills that each
+step decides.
 
     python benchmarks/filling.py [--steps 7] [--seed 0] [--json FILE] [--only NAME]
 
@@ -11,6 +12,8 @@ slow that what the tiny model itself takes is part of the sleep. Lengths are log
 - by step: `"filling": "by_step"`.
 - inside: static fills of which some are inside passes of a backbone with tensor parallelism, beside its collectives,
   which take about half of a pass (emulated_halves.py). Lengths are about alike: such fills are placed for the mean.
+
+- sums apart: static fills of an encoder with tensor parallelism, whose sums are beside the backbone and other passes.
 
 All of a case run the same steps with the same noise, in turns; rows are medians over steps. Decisions are timed by the
 processor's time of this process, on Plans of 8 pipeline ranks with 4 encoder pipelines.
@@ -31,7 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from emulated import NOISE, OFF, SHARES, Emulated, batches_of, build_model, measured_step
-from emulated_halves import PassSeconds, emulate_halves, passing, sleep_until
+from emulated_halves import EncoderPart, PassSeconds, computing, emulate_halves, passing, sleep_until
 from rank_step import rank_step
 from rows import Row, finish, options, show
 
@@ -72,6 +75,7 @@ class Case:
 
     step_s: seconds of a step without fills, to which the speed of the device is set.
     tp:     of the backbone; above 1, fills inside passes are measured, and lengths are about alike.
+    encoder_tp: above 1, sums of the encoder apart are measured in place of fills inside passes.
     sizes:  of the model.
     """
 
@@ -79,6 +83,7 @@ class Case:
     num_microbatches: int
     step_s: float = 3.0
     tp: int = 1
+    encoder_tp: int = 1
     sizes: Mapping[str, int] = field(default_factory=dict)
 
     def model(self) -> MLLM:
@@ -109,9 +114,10 @@ class Case:
 
     @property
     def pins(self) -> Pins:
-        """Beside TP, the encoder has as many pipeline ranks as the backbone, which share its items."""
+        """Beside TP, the encoder has TP, too, or as many pipeline ranks as the backbone, which share its items."""
         pp = self.num_ranks // self.tp
-        modules = {"image": ModuleDegrees(tp=1, pp=pp)} if self.tp > 1 else {}
+        of_image = ModuleDegrees(tp=1, pp=pp) if self.encoder_tp == 1 else ModuleDegrees(tp=self.encoder_tp, pp=1)
+        modules = {"image": of_image} if self.tp > 1 else {}
         recompute = "none" if self.tp > 1 else None  # Where layers are recomputed, ranks have all rows.
         return Pins(tp=self.tp, pp=pp, dp=1, microbatch_size=1, schedule="1f1b", recompute=recompute, modules=modules)
 
@@ -121,6 +127,14 @@ CASES = {
     "4 ranks, 12 microbatches": Case(4, 12),
     "4 ranks, TP 2, 6 microbatches": Case(
         4, 6, step_s=12.0, tp=2, sizes={"dim": 64, "num_blocks": 4, "image_blocks": 8, "key_heads": 2}
+    ),
+    "4 ranks, TP 2, encoder too, 6 microbatches": Case(
+        4,
+        6,
+        step_s=12.0,
+        tp=2,
+        encoder_tp=2,
+        sizes={"dim": 64, "num_blocks": 4, "image_dim": 64, "image_blocks": 4, "key_heads": 2},
     ),
 }
 
@@ -139,6 +153,9 @@ def plans(case: Case, seed: int) -> dict[str, Plan]:
         speed *= statistics.median(predicted_s(none, each) for each in lengths) / case.step_s
     if case.tp == 1:
         return {"none": none, "static": placed[0], "by step": replace(placed[0], filling="by_step")}
+    if case.encoder_tp > 1:
+        has_sums = [any(stage.has_sums for stage in planned(plan).stages) for plan in placed]
+        return {"none": none, "static": placed[0], "sums apart": placed[has_sums.index(True)]}
     inside, between = placed[:2]
     assert [any(map(is_inside_pass, plan.fills)) for plan in (inside, between)] == [True, False]
     return {"none": none, "static": between, "inside": inside}
@@ -199,6 +216,13 @@ class EmulatedParts(Emulated):
             if in_halves(stage):
                 with passing(PassSeconds(compute_s / num_halves(stage), shares[0] * tensor_s, tensor_s)):
                     handler(action)
+                return
+            if stage.has_sums and action.part >= 0:
+                if action.part % 2 == 0:
+                    held_s = max(1 - sum(shares[1::2]), 0.0) * tensor_s
+                    sum_s = (*shares, 0.0)[action.part + 1] * tensor_s
+                    with computing(EncoderPart(shares[action.part] * (compute_s + held_s), sum_s)):
+                        handler(action)
                 return
             handler(action)
             sleep_until(start_s + (shares[action.part] if action.part >= 0 else 1) * (compute_s + tensor_s))

@@ -319,8 +319,11 @@ def features(case: AnyCase) -> Iterator[str]:
         yield "goes on under another Plan"
     if case.fill_seed >= 0 and any(unit.first_rank == 0 for unit in units[1:]):
         yield f"random fills, {case.filling}"
-        if any(stage.num_parts > stage.num_layers for stage in planned(plan_of(case)).stages):
+        stages = planned(plan_of(case)).stages
+        if any(stage.num_parts > stage.num_layers and not stage.has_sums for stage in stages):
             yield "fills of halves of blocks"
+        if any(stage.has_sums for stage in stages):
+            yield "sums of encoders apart"
 
 
 def _features_of_cut(cut: Cut) -> Iterator[str]:

@@ -67,6 +67,7 @@ OF_FOUR = {
     "ep": [*test_experts.SPREAD[4], *test_experts.SPREAD_IN_DATA_PARALLEL[4]],
     "ep and tp": test_experts.SPREAD_AND_DIVIDED[4],
     "fills inside passes": test_tensor_parallel_plans.CASES_INSIDE,
+    "sums apart": test_tensor_parallel_plans.CASES_WITH_SUMS,
 }
 
 

@@ -18,20 +18,23 @@ from motet.schedule import (
     planned,
 )
 from motet.schedule.dependencies import Dependencies
+from motet.schedule.layout import parts_with_sums
 from motet.schedule.plan_units import units_in_bubbles
 
 
 def with_random_fills(plan: Plan, seed: int) -> Plan:
     """The Plan with its encoders' passes whole, in blocks or in halves, in any order that can run.
 
-    Where ranks share the backbone's products, half of the Plans have fills inside its passes. Itself without bubbles.
+    Where ranks share the backbone's products, half of the Plans have fills inside its passes; where they share an
+    encoder's, two fifths of its stages have their sums apart. Itself without bubbles.
     """
     if not units_in_bubbles(plan):
         return plan
     rng = np.random.default_rng((seed, 3))
     can_be_inside = plan.unit_of(BACKBONE).tp > 1 and plan.cluster.tensor_pieces == 1 and plan.filling == "static"
     is_inside = can_be_inside and np.random.default_rng((seed, 5)).random() < 0.5
-    program, encoders, fills = _in_parts(plan, rng, np.random.default_rng((seed, 4)), is_inside)
+    draws = rng, np.random.default_rng((seed, 4)), np.random.default_rng((seed, 6))
+    program, encoders, fills = _in_parts(plan, *draws, is_inside)
     filled = fill_bubbles(program, encoders, fills)
     needs, done, placed = Dependencies(filled), set(), []
     rows = [list(row) for row in program.actions]
@@ -51,7 +54,11 @@ def with_random_fills(plan: Plan, seed: int) -> Plan:
 
 
 def _in_parts(
-    plan: Plan, rng: np.random.Generator, in_halves: np.random.Generator, is_inside: bool
+    plan: Plan,
+    rng: np.random.Generator,
+    in_halves: np.random.Generator,
+    with_sums: np.random.Generator,
+    is_inside: bool,
 ) -> tuple[Program, tuple[EncoderPipeline, ...], list[Fill]]:
     """The backbone's Program, the encoder pipelines, and fills of their passes, whole or in parts of blocks."""
     unfilled, encoders = fillable(plan, split=is_inside)
@@ -60,6 +67,8 @@ def _in_parts(
     for number, stage in enumerate(stages):
         if in_halves.random() < 0.4 and (num_pieces := len(pieces_of(stage, plan.model))) > stage.num_layers:
             num_parts[number] = int(in_halves.integers(stage.num_layers + 1, num_pieces + 1))
+        if with_sums.random() < 0.4 and plan.cluster.tensor_pieces == 1 and stage.unit in units_in_bubbles(plan):
+            num_parts[number] = parts_with_sums(stage, plan.model) or num_parts[number]
     is_whole = {(number, kind): rng.random() < 0.2 for number in range(len(stages)) for kind in (Kind.F, Kind.B)}
     for fill in coarse_fills(unfilled.program, encoders):
         action = parse_action(fill.action)

@@ -6,6 +6,7 @@ benchmarks/fuzz_plans.py divides layers in three of ten units that may have it, 
 import pytest
 
 from motet.core.plan import Unit
+from motet.schedule import planned
 from parity.planned import MIXED_TOLERANCE, PlannedCase, assert_planned, differences, errors_of
 from parity.test_bubbles import in_halves
 from ranks import run_ranks
@@ -210,10 +211,14 @@ def test_shared_copies_of_cut_parameters():
 def inside(seed, *, zero=0, schedule="1f1b", **options):
     """Encoders in bubbles of a backbone with TP 2, with fills inside its passes, where this seed has them."""
     cut = ({"backbone": 1},) * 4 if schedule in ("interleaved_1f1b", "zb_v") else ({"backbone": 2}, {"backbone": 2})
-    recompute = tuple({"backbone": 1} for _ in cut) if options.pop("recomputes", False) else ()
-    backbone = Unit("llm", cut, pp=2, tp=2, zero=zero, recompute=recompute)
-    image = Unit("image", ({"image": 3},), tp=options.pop("tp", 2), cp=options.pop("cp", 1), dp=2, zero=1)
-    audio = Unit("audio", ({"audio": 1}, {"audio": 1}), pp=2, tp=2, zero=0)
+    recompute, of_image = (), ()
+    if options.pop("recomputes", False):
+        recompute, of_image = tuple({"backbone": 1} for _ in cut), ({"image": 2},)
+    llm_cp = options.pop("llm_cp", 1)
+    backbone = Unit("llm", cut, pp=2, tp=2, cp=llm_cp, zero=zero, recompute=recompute)
+    degrees = {"tp": options.pop("tp", 2), "cp": options.pop("cp", 1)}
+    image = Unit("image", ({"image": 3},), dp=options.pop("dp", 2), zero=1, recompute=of_image, **degrees)
+    audio = Unit("audio", ({"audio": 1}, {"audio": 1}), pp=2, tp=2, cp=llm_cp, zero=0)
     return PlannedCase((backbone, image, audio), schedule, num_layers=4, fill_seed=seed, **options)
 
 
@@ -233,4 +238,28 @@ CASES_INSIDE = [
 def test_fills_inside_passes(num_ranks, cases):
     for case in cases:
         assert any("." in fill.before and not fill.before.endswith(".0") for fill in case.plan().fills)
+    assert_planned(num_ranks, cases)
+
+
+CASES_WITH_SUMS = [
+    inside(38, contents=("image",), batch_size=4),
+    inside(3, recomputes=True, dropout=0.2),
+    inside(18, schedule="zb_h1", batch_size=4, family="phi3"),
+    inside(38, schedule="interleaved_1f1b", deferred_warmup=True, batch_size=4),
+    inside(4, frozen=("image encoder", "backbone"), lora=("backbone",), left_out=0.3),
+    inside(17, lora=("image", "audio"), frozen=("audio block",), zero=3),
+    inside(28, frozen=("image block",), left_out=0.5, microbatch_size=2),
+    inside(11, filling="by_step", parts=("again",), contents=("image",), batch_size=4),
+    inside(38, is_mixed=True),
+]
+OF_EIGHT = [
+    inside(38, llm_cp=2, dp=4, contents=("image",)),  # Groups of ranks deal items out, and some have none.
+    inside(18, llm_cp=2, cp=2, recomputes=True),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: CASES_WITH_SUMS, 8: OF_EIGHT}, {4: (0,)}))
+def test_sums_of_encoders_in_parts_of_their_own(num_ranks, cases):
+    for case in cases:
+        assert any(stage.has_sums for stage in planned(case.plan()).stages)
     assert_planned(num_ranks, cases)

@@ -130,6 +130,11 @@ class Cluster:
             )
 
     @property
+    def runs_beside_sums(self) -> bool:
+        """Whether other work can run beside the sums of tensor-parallel ranks: not where pieces are in their place."""
+        return self.device.overlaps and self.tensor_pieces == 1
+
+    @property
     def num_ranks(self) -> int:
         """The number of ranks of all nodes."""
         return self.num_nodes * self.ranks_per_node

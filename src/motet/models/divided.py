@@ -184,8 +184,9 @@ def divide(mllm: MLLM, ranks: Mapping[str, TensorRanks]) -> None:
             if _at(root, branch.row).weight is not None:
                 _divide_branch(root, branch, parts)
         divide_experts(_layers(module), parts)
-        if isinstance(module, Backbone):
+        if not isinstance(module, GeneratorModule):
             module.row_parts = parts
+        if isinstance(module, Backbone):
             sum_gradients(module.text.norm, parts.shared)
             divide_vocabulary(module.text.table, of_module)
 

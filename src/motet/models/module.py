@@ -33,6 +33,7 @@ from motet.models.module_sizes import ModuleSizes
 from motet.models.projector import Projector
 from motet.models.shared_path import SharedPath
 from motet.models.whole.tiles import Newlines, Tiles
+from motet.tensor_parallel import RowParts
 
 
 class ModalityModule(ModuleSizes, nn.Module):
@@ -62,6 +63,7 @@ class ModalityModule(ModuleSizes, nn.Module):
         self.projector = projector
         self.before, self.between, self.after = before, between, after
         self.cut = cut
+        self.row_parts: RowParts | None = None  # On tensor-parallel ranks (`divided.py`).
         self.train_encoder = train_encoder
         if not train_encoder:
             encoder.requires_grad_(False)

@@ -55,6 +55,8 @@ class BlockCosts:
                            layers are trainable; it is without recomputation.
     deferred_s:            the part of backward_s that comes in W where backward is split (`Layer.defers_weights`).
     recompute_s:           what recomputing the block adds to backward.
+    sums_s:                the part of forward_s and backward_s that are sums of an encoder's halves, if other work can
+                           run beside them.
     kept_bytes:            activations of the largest microbatch that are kept for backward; rows of encoders are with
                            the first block that takes them in.
     saved_bytes:           the part of kept_bytes that recomputing the block saves.
@@ -66,6 +68,7 @@ class BlockCosts:
     backward_s: Float64Array
     deferred_s: Float64Array
     recompute_s: Float64Array
+    sums_s: Float64Array
     kept_bytes: Float64Array
     saved_bytes: Float64Array
     output_bytes: Float64Array
@@ -346,6 +349,7 @@ class Job:
         kept, input_bytes = kept_bytes(placed, most_rows, tp, element_bytes)
         has_backward = float(placed.has_backward)
         # Blocks with attention are recomputed; of a module without attention, all are.
+        has_sums = name != BACKBONE and layer.in_block and layer.has_halves and self.cluster.runs_beside_sums
         no_blocks = not any(other.in_block for other in self.model.module(name).layers)
         can_recompute = has_backward * (layer.in_block or no_blocks)
         return np.array(
@@ -354,6 +358,7 @@ class Job:
                 (backward_s + has_backward * tensor_s) * share,
                 deferred_s * share,
                 can_recompute * forward_s * share,
+                has_sums * (1 + has_backward) * tensor_s * share,
                 has_backward * kept,
                 can_recompute * (kept - input_bytes),
                 mean_rows * layer.output_width * element_bytes * share,

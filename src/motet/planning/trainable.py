@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from motet.core.errors import UserError
 from motet.core.plan import SPLITS_BACKWARD, Plan
 from motet.core.workload import BACKBONE
 from motet.cost.catalogue import DEVICES
-from motet.schedule import parse_action, pieces_of, planned
+from motet.schedule import PlannedStage, parse_action, pieces_of, planned
 
 if TYPE_CHECKING:
     from motet.models.mllm import MLLM
@@ -186,16 +186,25 @@ def torchrun_words(cluster: Cluster) -> str:
 
 def _cut_block(plan: Plan) -> str:
     """The first part of a pass that is not made of blocks and halves, such as "9F3.2 of fills"; "" if all are."""
-    if not any("." in fill.action for fill in plan.fills):
-        return ""
-    stages = planned(plan).stages
-    for action in (fill.action for fill in plan.fills):
-        stage = stages[parse_action(action).stage]
+    for action, stage in _stages_of_fills(plan):
         pieces = pieces_of(stage, plan.model)
-        if stage.num_parts > len(pieces):
+        if stage.num_parts > len(pieces) and not stage.has_sums:
             whole = (f"; block {block} of {name!r} has no halves" for name, block, half in pieces if half < 0)
             return f"{action} of fills{next(whole, '')}"
     return ""
+
+
+def _stages_of_fills(plan: Plan) -> Iterator[tuple[str, PlannedStage]]:
+    """(action, its stage) of each fill, if any is a part of a pass."""
+    if any("." in fill.action for fill in plan.fills):
+        stages = planned(plan).stages
+        yield from ((fill.action, stages[parse_action(fill.action).stage]) for fill in plan.fills)
+
+
+def _sum_apart(plan: Plan) -> str:
+    """A part of a pass that is an encoder's sum over tensor-parallel ranks; "" if there is none."""
+    is_sum = (action for action, stage in _stages_of_fills(plan) if stage.has_sums and parse_action(action).part % 2)
+    return next(is_sum, "")
 
 
 def _in_stages(plan: Plan) -> dict[str, bool]:
@@ -203,6 +212,9 @@ def _in_stages(plan: Plan) -> dict[str, bool]:
     return {
         f"fills inside passes ({inside}) beside tensor_pieces {pieces}, in whose place they are; let it be 1": (
             bool(inside) and pieces > 1 and plan.unit_of(BACKBONE).tp > 1
+        ),
+        f"sums of an encoder apart ({(apart := _sum_apart(plan))}) beside tensor_pieces {pieces}; let it be 1": (
+            bool(apart) and pieces > 1
         ),
         f"the order {plan.order!r} in {plan.precision}, of which its device states no peak": (
             plan.order != "given" and plan.precision not in plan.cluster.device.peak_flops

@@ -10,11 +10,11 @@ ranks at its STEP, or behind its row if nothing of its stages is trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,14 +39,16 @@ from motet.runtime.mesh import Mesh
 from motet.runtime.messages import Messages
 from motet.runtime.p2p import Lanes
 from motet.runtime.parted_pass import PartedPass
+from motet.runtime.paused_pass import PassThread, PausedPass
 from motet.runtime.place import Place
-from motet.runtime.sections import BlockSpan, CuttableBackbone, Section, SectionedStage, SectionRun, spans_of
+from motet.runtime.sections import Around, BlockSpan, Section, SectionedStage, SectionRun, spans_of
 from motet.runtime.sent_bytes import by_kind
 from motet.runtime.stage import Model, modules_by_phase
 from motet.runtime.step import MadeRows, StepResult, update_if_finite
 from motet.runtime.tensors import StageTensors
 from motet.runtime.unit_groups import UnitGroups
 from motet.schedule.coordinates import Shares, comes_together
+from motet.schedule.layout import BLOCK_SUMS
 from motet.schedule.plan_units import cuts_beside_sequences
 from motet.schedule.program import Action, Kind
 
@@ -103,6 +105,7 @@ class PlannedStep:
         self.like = torch.empty(0, dtype=held.types.compute or first.dtype, device=mesh.device)
         width = spec.module(BACKBONE).layers[0].output_width
         self.without_rows = self.like.new_empty(0, width).requires_grad_()
+        self.threads: list[PassThread] = []
 
     def run(self, batches: Sequence[RankBatch], step: int = 0) -> StepResult:
         """Take one step, as `TrainStep.run` does. A collective."""
@@ -222,9 +225,9 @@ class _RunningPlan:
             return [part for part in every if alone is None or part.module in alone & source.layers.keys()]
 
         self.messages = Messages(place, step.lanes, parts, self.tensors, step.like)
-        self.rows = (
-            cast(CuttableBackbone, modules_by_phase(model)[BACKBONE]).row_parts if BACKBONE in place.modules else None
-        )
+        modules = modules_by_phase(model)
+        self.rows = {name: getattr(modules[name], "row_parts", None) for name in place.modules}  # Generators have none.
+        self.paused: dict[tuple[int, Kind, int], PausedPass] = {}
         self.reduced: set[int] = set()
         self.has_ended = False
 
@@ -252,10 +255,15 @@ class _RunningPlan:
 
     def execute(self, step: int, leave_out: Iterable[Kind] = ()) -> None:
         """Execute the row. leave_out: kinds that are not executed."""
-        clock, row, kind = self.step.clock, self.place.row, self.step.mesh.device.type
+        clock, row, device = self.step.clock, self.place.row, self.step.mesh.device
+        kind, self.stream = device.type, torch.cuda.current_stream(device) if device.type == "cuda" else None
         self.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         self.executor = Executor(row, self.handlers, clock, leave_out=leave_out, in_parts=_IN_PARTS)
-        self.executor.run(step)
+        try:
+            self.executor.run(step)
+        finally:
+            for paused in self.paused.values():  # None is left unless the row has failed.
+                paused.leave()
 
     @property
     def handlers(self) -> Mapping[Kind, Handler]:
@@ -269,29 +277,65 @@ class _RunningPlan:
     def _in_one_call(self, handler: Handler, action: Action) -> None:
         """Run a pass, or a part of one; of parts of which the pass runs in one call, all at the first."""
         stage = self.place.stages[action.stage]
+        if action.part >= 0 and stage.has_sums:
+            self._go_on(handler, action)
+            return
         if action.part < 0 or not stage.has_halves:
             handler(action)
             return
-        rows = self.rows if action.kind in (Kind.F, Kind.B, Kind.I) else None
+        rows = self.rows[BACKBONE] if action.kind in (Kind.F, Kind.B, Kind.I) else None
         with PartedPass(action, stage.num_parts, self._reach).beside(rows):
             handler(action._replace(part=-1))
 
     def _reach(self, part: Action) -> None:
         """Run the row up to a later part of the pass that runs."""
-        deferred, (kind, dtype, is_on) = self.step.deferred, self.autocast
+        deferred = self.step.deferred
         # What runs inside I leaves nothing to W. Backward runs in a thread of torch's on GPUs, which has no autocast.
-        with (
-            nullcontext() if deferred is None else deferred.into(None),
-            torch.autocast(kind, dtype, cache_enabled=False) if is_on else nullcontext(),
-        ):
+        with nullcontext() if deferred is None else deferred.into(None), self._autocast():
             self.executor.reach(part)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """What the step runs in, for other threads."""
+        kind, dtype, is_on = self.autocast
+        return torch.autocast(kind, dtype, cache_enabled=False) if is_on else nullcontext()
+
+    def _go_on(self, handler: Handler, action: Action) -> None:
+        """Go on with a pass whose sums are apart, up to its next one.
+
+        A sum's own part has nothing to do: the part before it has started the sum, and the part behind it waits for it.
+        """
+        key, (number, is_sum), stage = action[:3], divmod(action.part, 2), self.place.stages[action.stage]
+        if is_sum:
+            return
+        if number == 0:
+            rows = [each for name in stage.layers if (each := self.rows[name]) is not None]
+            self.paused[key] = PausedPass(partial(self._block_by_block, handler, action), rows, self.step.threads)
+        self.paused[key].go_on(number)
+        if action.part == stage.num_parts - 1:
+            del self.paused[key]
+
+    def _block_by_block(self, handler: Handler, action: Action, paused: PausedPass) -> None:
+        """All of a pass whose sums are apart, in a thread of its own."""
+        # Torch would run backward in its own thread of a GPU, in which the backbone's may be running.
+        with torch.cuda.stream(self.stream), self._autocast(), torch.autograd.set_multithreading_enabled(False):
+            for block in range(self._last_part(action.stage) + 1):
+                paused.until(BLOCK_SUMS * block)
+                handler(action._replace(part=block))
+
+    def _pausing(self, action: Action, section: Section) -> AbstractContextManager[None]:
+        """What a section runs in: inside blocks, a pass whose sums are apart pauses at these."""
+        paused = self.paused.get(action[:3])
+        if paused is None or section.span.first == section.span.stop:
+            return nullcontext()
+        return paused.pausing(BLOCK_SUMS * (action.part + 1))
 
     def forward(self, action: Action) -> None:
         """Run a stage on what arrived."""
         key = action.stage, action.microbatch
         inputs = self.tensors.inputs.pop(key, {})
         self.step.held.use(action.stage)
-        outputs, runs = self.stages[action.stage].forward(self.batches[action.microbatch], inputs, action.part)
+        around = partial(self._pausing, action)
+        outputs, runs = self.stages[action.stage].forward(self.batches[action.microbatch], inputs, action.part, around)
         if runs:
             self.tensors.runs.setdefault(key, []).extend(runs)
         if not self._ends_pass(action):
@@ -308,13 +352,19 @@ class _RunningPlan:
 
     def backward(self, action: Action) -> None:
         """Run a stage's backward pass."""
-        self._backward(action, nullcontext)
+        self._backward(action, partial(self._pausing, action))
 
     def backward_input(self, action: Action) -> None:
         """As `backward`, with gradients of weights left for W."""
         assert self.step.deferred is not None, "a row with I has a W"
-        products = self.tensors.products.setdefault((action.stage, action.microbatch), [])
-        self._backward(action, partial(self.step.deferred.into, products))
+        deferred, products = self.step.deferred, self.tensors.products.setdefault((action.stage, action.microbatch), [])
+
+        def deferring(section: Section) -> AbstractContextManager[None]:
+            # Those of the output layer do not wait: they would keep the gradients of logits, which are larger than all
+            # that the stage keeps for backward (`Layer.defers_weights`).
+            return nullcontext() if section.sees_targets else deferred.into(products)
+
+        self._backward(action, deferring)
 
     def backward_weight(self, action: Action) -> None:
         """Compute what I has left."""
@@ -322,7 +372,7 @@ class _RunningPlan:
             product.add()
         self.step.held.collect(action.stage)
 
-    def _backward(self, action: Action, deferring: Callable[[], AbstractContextManager[None]]) -> None:
+    def _backward(self, action: Action, around: Around) -> None:
         """From the gradients that arrived, or from the loss."""
         key = action.stage, action.microbatch
         runs, gradients = self._taken_runs(action), self.tensors.output_gradients.pop(key, {})
@@ -334,7 +384,7 @@ class _RunningPlan:
         self.step.held.use(action.stage)
         # Programs have no R of encoders in bubbles: their B recomputes, and is priced so.
         self.stages[action.stage].recompute(self.batches[action.microbatch], runs)
-        gradients = self.stages[action.stage].backward(runs, gradients, deferring)
+        gradients = self.stages[action.stage].backward(runs, gradients, around)
         self.step.held.collect(action.stage)
         if not self._ends_pass(action):
             self.tensors.output_gradients[key] = gradients
@@ -343,8 +393,16 @@ class _RunningPlan:
         self.messages.made_gradients(*key, gradients)
 
     def _ends_pass(self, action: Action) -> bool:
-        """Whether it is a whole pass, or the last part of one."""
-        return action.part < 0 or action.part == self.place.stages[action.stage].num_parts - 1
+        """Whether it is a whole pass, or the last part of one, which then ends."""
+        if 0 <= action.part < self._last_part(action.stage):
+            return False
+        if (paused := self.paused.get(action[:3])) is not None:
+            paused.until(BLOCK_SUMS * (action.part + 1))
+        return True
+
+    def _last_part(self, stage: int) -> int:
+        """The number of the last part of a stage's passes, as `parts_of` cuts them."""
+        return self.step.spans[stage][-1].part
 
     def _taken_runs(self, action: Action) -> list[SectionRun]:
         """The runs that a backward pass, or a part of one, goes through; they are taken away."""
@@ -352,7 +410,7 @@ class _RunningPlan:
         runs = self.tensors.runs.pop(key, [])
         if action.part < 0:
             return runs
-        part = self.place.stages[action.stage].num_parts - 1 - action.part
+        part = self._last_part(action.stage) - action.part
         if left := [run for run in runs if run.section.span.part != part]:
             self.tensors.runs[key] = left
         return [run for run in runs if run.section.span.part == part]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -36,9 +36,13 @@ class CuttableBlock(Protocol):
 
 
 class CuttableEncoder(Protocol):
-    """An encoder with its projector, whole or in parts; the parts in turn do what the whole does."""
+    """An encoder with its projector, whole or in parts; the parts in turn do what the whole does.
+
+    row_parts: as of `CuttableBackbone`.
+    """
 
     blocks: Sequence[CuttableBlock]
+    row_parts: RowParts | None
 
     def __call__(self, values: Tensor, sizes: Tensor, shared: SharedItems | None = None) -> Tensor: ...
     def enter(self, values: Tensor, sizes: Tensor, shared: SharedItems | None = None) -> Tensor: ...
@@ -146,7 +150,8 @@ class BlockSpan:
 
 
 def spans_of(stage: PlannedStage, model: ModelSpec) -> Iterator[BlockSpan]:
-    """The sections of a stage, in the order in which they run. What takes the loss is one of its own.
+    """The sections of a stage, in the order in which they run. What takes the loss is one of its own, and so is what
+    stands behind the blocks of an encoder whose sums are apart: its own sum is waited for.
 
     Raises ArgumentError for parts of passes that are no blocks and no halves of blocks.
     """
@@ -170,7 +175,8 @@ def _spans_of_part(stage: PlannedStage, model: ModelSpec) -> Iterator[BlockSpan]
         enters = first == 0 and not (stage.begins_inside and name == stage.modules[0])
         is_last = stop == len(module.blocks) and not (stage.ends_inside and name == stage.modules[-1])
         takes_loss = is_last and name == BACKBONE
-        leaves = is_last and not takes_loss
+        leaves_apart = is_last and stage.has_sums
+        leaves = is_last and not takes_loss and not leaves_apart
         is_whole = enters and leaves
         cut = first + num_recomputed
         if not num_recomputed or (is_whole and not is_layered(module)):
@@ -182,6 +188,8 @@ def _spans_of_part(stage: PlannedStage, model: ModelSpec) -> Iterator[BlockSpan]
             yield _span(model, name, (first, cut), False, False, is_recomputed=True)
             if cut < stop or leaves:
                 yield _span(model, name, (cut, stop), False, leaves)
+        if leaves_apart:
+            yield _span(model, name, (stop, stop), False, True)
         if takes_loss:
             for generator in model.generators:
                 given = _span(model, name, (stop, stop), False, False)
@@ -325,6 +333,13 @@ def halved(module: CuttableEncoder, span: BlockSpan) -> Iterator[None]:
             block.half = -1
 
 
+Around: TypeAlias = Callable[[Section], AbstractContextManager[None]]
+
+
+def _nothing_around(section: Section) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 @dataclass
 class SectionRun:
     """A section that ran on a microbatch and waits for its backward pass.
@@ -351,11 +366,12 @@ class SectionedStage:
         self._sections, self._has_backward, self._device = sections, has_backward, device
 
     def forward(
-        self, batch: RankBatch, inputs: Mapping[str, Tensor], part: int = -1
+        self, batch: RankBatch, inputs: Mapping[str, Tensor], part: int = -1, around: Around = _nothing_around
     ) -> tuple[dict[str, Tensor], list[SectionRun]]:
         """Run the sections of a part, or (-1) all. inputs: what is there; a gradient is computed for what requires one.
 
-        Returns what is there behind the last section, and the runs that wait for backward.
+        around: what each section runs in. Returns what is there behind the last section, and the runs that wait for
+        backward.
         """
         held, runs = dict(inputs), []
         for section in self._sections:
@@ -374,7 +390,7 @@ class SectionedStage:
             keeps_graph = has_backward and not span.is_recomputed
             if has_backward and span.is_recomputed:
                 run.random = self._random_states()
-            with torch.set_grad_enabled(keeps_graph):
+            with torch.set_grad_enabled(keeps_graph), around(section):
                 output = section.run(batch, run.taken)
             if keeps_graph:
                 run.made(output)
@@ -401,12 +417,11 @@ class SectionedStage:
         self,
         runs: Sequence[SectionRun],
         gradients: dict[str, Tensor],
-        deferring: Callable[[], AbstractContextManager[None]] = nullcontext,
+        around: Around = _nothing_around,
     ) -> dict[str, Tensor]:
         """From gradients of what was there behind the last section to those of what arrived; parameters get theirs.
 
-        deferring: gradients of weights wait in its block. The output layer's do not: they would keep the gradients of
-                   logits, which are larger than all that the stage keeps for backward (`Layer.defers_weights`).
+        around: what each section's backward pass runs in.
         """
         for run in reversed(runs):
             assert not run.random, "a section that is recomputed runs before its backward pass"
@@ -415,7 +430,7 @@ class SectionedStage:
                 # A message without rows is none, and in the pass other ranks wait for this one, which has no row of
                 # what they share. Of a copy of a replicated encoder that nothing takes in, it runs as predicted.
                 gradient = run.root.filled(0.0) if gradient is None else gradient
-                with nullcontext() if run.section.sees_targets else deferring():
+                with around(run.section):
                     torch.autograd.backward([run.root.edge], [gradient])
             for name, leaf in run.taken.items():
                 if leaf.requires_grad:

@@ -29,7 +29,7 @@ from motet.schedule.generators.modality_parallel import add_replicas
 from motet.schedule.generators.virtual_pipeline import virtual_pipeline
 from motet.schedule.generators.zb_h1 import zb_h1
 from motet.schedule.generators.zb_v import zb_v
-from motet.schedule.layout import LAYER_PARTS, Layout, PlannedStage, part_layers
+from motet.schedule.layout import LAYER_PARTS, Layout, PlannedStage, part_layers, parts_with_sums
 from motet.schedule.passes import (
     Presence,
     Sharding,
@@ -393,8 +393,9 @@ def _filled(layout: Layout, program: Program, fills: Sequence[Fill]) -> tuple[Pr
         for action in row:
             num_parts[action.stage] = max(num_parts[action.stage], action.part + 1)
     stages = [stage for _, pipeline_stages in pipelines for stage in pipeline_stages]
-    first = program.num_stages
-    return filled, [replace(stage, num_parts=num) for stage, num in zip(stages, num_parts[first:])]
+    first, model = program.num_stages, layout.plan.model
+    in_parts = [replace(stage, num_parts=num) for stage, num in zip(stages, num_parts[first:])]
+    return filled, [replace(stage, has_sums=stage.num_parts == parts_with_sums(stage, model)) for stage in in_parts]
 
 
 def _encoder_pipelines(

@@ -39,6 +39,9 @@ attention and MLP. Parts 0 and 2 are the tensor-parallel communication before ea
 the sum of the half before it or, before the first half of a stage, the gather of its rows (`runtime/parted_pass.py`).
 """
 
+BLOCK_SUMS = 2
+"""Sums over tensor-parallel ranks in a block of an encoder, forward and backward: one at the end of each half."""
+
 
 @dataclass(frozen=True)
 class PlannedStage:
@@ -61,6 +64,8 @@ class PlannedStage:
     num_parts:    number of parts of its forward pass, and of its backward pass, in the Program; 1 is whole.
     has_halves:   whether the parts are halves of layers and their communication (LAYER_PARTS). Such passes run in one
                   call.
+    has_sums:     whether the parts are those of an encoder whose sums over tensor-parallel ranks are apart
+                  (`parts_with_sums`).
     index:        its index among the stages of its unit.
     begins_inside, ends_inside: of a part of a stage (`parts_of`): it is without the first half of its first block, and
                   without the second half of its last one.
@@ -88,6 +93,7 @@ class PlannedStage:
     trainable: bool
     num_parts: int = 1
     has_halves: bool = False
+    has_sums: bool = False
     index: int = 0
     begins_inside: bool = False
     ends_inside: bool = False
@@ -137,16 +143,30 @@ def pieces_of(stage: PlannedStage, model: ModelSpec) -> list[tuple[str, int, int
     return [(name, *piece) for name, span in stage.layers.items() for piece in model.module(name).pieces(*span)]
 
 
+def parts_with_sums(stage: PlannedStage, model: ModelSpec) -> int:
+    """The parts of an encoder's pass whose sums over tensor-parallel ranks are apart (Optimus Figure 7); 0 if it has
+    none: ranks share no products, or a block has no halves.
+
+    Even parts compute: each half of a block up to its sum, which is the part behind it, and in the last part what
+    stands behind the last sum. So it is two parts for each half, and one, in the order of execution, forward and
+    backward. A sum begins as the part before it ends, and the part behind it waits for it (`runtime/paused_pass.py`).
+    """
+    pieces = pieces_of(stage, model)
+    return 2 * len(pieces) + 1 if stage.unit.tp > 1 and all(half >= 0 for _, _, half in pieces) else 0
+
+
 def parts_of(stage: PlannedStage, model: ModelSpec) -> tuple[PlannedStage, ...]:
     """A stage for each part of a stage's forward pass, with the part's blocks; its backward pass has them in reverse.
 
     Parts are spans of blocks; if there are more parts than blocks, of pieces of blocks. Passes that run in one call are
-    one part.
+    one part, and those with sums apart have a part for each block here.
     Raises ArgumentError for more parts than pieces.
     """
     if stage.num_parts == 1 or stage.has_halves:
         return (stage,)
     pieces = [(name, block, -1) for name, (first, stop) in stage.layers.items() for block in range(first, stop)]
+    if stage.has_sums:
+        return tuple(_part(stage, [piece]) for piece in pieces)
     if stage.num_parts > len(pieces):
         num_blocks, pieces = len(pieces), pieces_of(stage, model)
         if stage.num_parts > len(pieces):

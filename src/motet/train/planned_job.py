@@ -240,7 +240,7 @@ def _modules_in_parts(plan: Plan) -> dict[str, bool]:
     for stage in planned(plan).stages if plan.fills else ():
         parts = parts_of(stage, plan.model)
         for name, num in Counter(name for part in parts for name in part.layers).items():
-            if num > 1:
+            if num > 1 or stage.has_sums:  # What stands behind its blocks runs apart from them.
                 halved = (part.ends_inside and part.modules[-1] == name for part in parts)
                 found[name] = found.get(name, False) or any(halved)
     return found

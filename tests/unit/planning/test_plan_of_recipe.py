@@ -349,6 +349,26 @@ def test_parts_of_fills_are_run_if_they_are_blocks_or_halves_of_blocks(recipe_fi
     )
 
 
+@pytest.mark.parametrize(
+    ("tp", "pieces", "num_parts", "said"),
+    [
+        (2, 1, 9, ""),
+        (2, 1, 8, "parts of passes that are no blocks and no halves of blocks (2F0.0 of fills)"),
+        (2, 2, 9, "sums of an encoder apart (2F0.1) beside tensor_pieces 2; let it be 1"),
+        (1, 1, 9, "parts of passes that are no blocks and no halves of blocks (2F0.0 of fills)"),
+    ],
+)
+def test_sums_are_apart_where_ranks_share_an_encoders_products(recipe_file, tp, pieces, num_parts, said):
+    recipe, (plan, *_) = candidates(recipe_file, 2, Pins(pp=2, tp=1, schedule="1f1b"), "run.batch_size=8")
+    llm = Unit("llm", ({"backbone": 1}, {"backbone": 1}), pp=2, tp=2)
+    units = llm, Unit("encoders", ({"image": 1, "audio": 1},), dp=2, tp=tp, cp=2 // tp)
+    where = replace(plan.cluster, ranks_per_node=4, device=replace(plan.cluster.device, overlaps=True))
+    plan = replace(plan, cluster=replace(where, tensor_pieces=pieces), units=units, microbatch_size=1)
+    unfilled, pipelines = fillable(plan)
+    plan = replace(plan, fills=coarse_fills(unfilled.program, pipelines, num_parts))
+    assert obstacle(plan, recipe) == said
+
+
 def test_fills_inside_passes_stand_in_for_products_in_pieces(recipe_file):
     recipe, (plan, *_) = candidates(recipe_file, 2, Pins(pp=2, tp=1, schedule="1f1b"), "run.batch_size=8")
     llm = Unit("llm", ({"backbone": 1}, {"backbone": 1}), pp=2, tp=2)

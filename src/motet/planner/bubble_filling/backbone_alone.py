@@ -107,7 +107,7 @@ class BackboneAlone:
         stages, times, program = backbone[:3]
         cluster, num_layers = self._plans.job.cluster, [stage.num_layers for stage in stages]
         num_parts = LAYER_PARTS * sum(num_layers) * self._plans.shape.num_microbatches
-        is_beside = cluster.device.overlaps and cluster.tensor_pieces == 1 and backbone.beside_forward.any()
+        is_beside = cluster.runs_beside_sums and backbone.beside_forward.any()
         if not is_beside or 2 * num_parts > _MAX_PARTS:
             return backbone
         forward = {number: halves_of_layers(num, 1.0) for number, num in enumerate(num_layers)}

@@ -126,13 +126,13 @@ def _estimated(job: Job, shape: PipelineShape) -> PipelineShape:
     step_s = shape.num_microbatches * pass_s + max(bubbles_s, shape.num_microbatches * encoder_s / shape.pp)
     step_s += _UNHIDDEN_MICROBATCHES * encoder_s
     # 4. The least that a rank computes: each encoder with the TP that is best for it, and nothing recomputed.
-    least_s = costs.passes_s + sum(
-        min(
-            job.block_costs(name, shape.microbatch_size * tp / shape.tp, tp).passes_s
+    least_s = costs.passes_s
+    for name in encoders_of(job):
+        of_degrees = [
+            job.block_costs(name, shape.microbatch_size * tp / shape.tp, tp)
             for tp, _ in encoder_degrees(job, shape, name)
-        )
-        for name in encoders_of(job)
-    )
+        ]
+        least_s += min(each.passes_s - float(each.sums_s.sum()) for each in of_degrees)
     estimate_s = step_s * (1 if state_bytes < job.capacity_bytes else _NO_ROOM)
     return replace(shape, estimate_s=estimate_s, bound_s=shape.num_microbatches * least_s / shape.pp)
 

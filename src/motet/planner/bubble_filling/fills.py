@@ -12,9 +12,11 @@ all of it, so nothing of the backbone is delayed.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -119,6 +121,42 @@ def fill(backbone: BackbonePipeline, encoders: Encoders, first_stage: int) -> Fi
     if encoders.has_backward and not np.isfinite(backbone.ready_s).all():
         raise ArgumentError("encoders have backward passes, and the backbone has none that give them gradients.")
     return Filling(backbone, encoders, first_stage)
+
+
+def with_sums_apart(fills: Sequence[Fill], num_halves: Mapping[int, int], *, in_turns: bool) -> tuple[Fill, ...]:
+    """The same fills of halves with the sum of each half apart, which begins where that ends (`parts_with_sums`).
+
+    num_halves: of a pass, for the stages whose sums can be apart; passes in another number of parts stay.
+    in_turns:   whether of neighbours, two forward passes or two backward ones, each runs a half while the other's sum
+                is on its way. Where encoders have several stages, both could wait for what only comes behind one.
+
+    Example:
+        >>> halves = [Fill(0, f"9F{number}.{half}", "0F0.1") for number in (3, 4) for half in (0, 1)]
+        >>> " ".join(fill.action for fill in with_sums_apart(halves[:2], {9: 2}, in_turns=True))
+        '9F3.0 9F3.1 9F3.2 9F3.3 9F3.4'
+        >>> " ".join(fill.action for fill in with_sums_apart(halves, {9: 2}, in_turns=True))
+        '9F3.0 9F3.1 9F4.0 9F4.1 9F3.2 9F3.3 9F3.4 9F4.2 9F4.3 9F4.4'
+    """
+    actions = {fill: parse_action(fill.action) for fill in fills}
+    counts = Counter(action[:3] for action in actions.values())
+
+    def apart(fill: Fill) -> list[Fill]:
+        """A half and its sum; behind the last sum comes what stands behind the blocks."""
+        action = actions[fill]
+        num = num_halves.get(action.stage, 0)
+        if counts[action[:3]] != num:
+            return [fill]
+        parts = range(2 * action.part, 2 * action.part + (3 if action.part == num - 1 else 2))
+        return [replace(fill, action=str(action._replace(part=part))) for part in parts]
+
+    found: list[Fill] = []
+    num_in_turns = 2 if in_turns else 1
+    for _, beside in groupby(fills, key=lambda fill: (fill.rank, fill.before, actions[fill].kind)):
+        passes = [list(map(apart, one)) for _, one in groupby(beside, key=lambda fill: actions[fill][:3])]
+        for first in range(0, len(passes), num_in_turns):
+            turns = zip_longest(*passes[first : first + num_in_turns], fillvalue=[])
+            found += [fill for halves in turns for half in halves for fill in half]
+    return tuple(found)
 
 
 def before_whole_passes(fills: tuple[Fill, ...]) -> tuple[Fill, ...]:

@@ -9,7 +9,7 @@ parallelism of their own.
 4. Backbones follow in the order of their bounds. The encoder plans that could be best are placed in their bubbles
    (`fills.py`). The best is proposed with slices of passes in all bubbles (fine), if some of these are inside passes,
    beside tensor-parallel communication, also in the others alone, and with whole passes before and after the backbone's
-   (coarse).
+   (coarse). If ranks share the encoders' products, it is also proposed with their sums beside the backbone's compute.
 
 Placing takes longest, so a backbone that cannot be the fastest is left out as early as that shows: by the least that
 its ranks compute; by what its busiest rank computes with the recomputation that memory needs; by its passes and
@@ -21,17 +21,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from motet.core.module_degrees import ModuleDegrees
 from motet.core.workload import BACKBONE
+from motet.cost.memory import unit_spans
 from motet.planner.bubble_filling.backbone_alone import MAX_TIMED_ISLANDS, BackboneAlone
 from motet.planner.bubble_filling.backbone_bubbles import BackbonePipeline
 from motet.planner.bubble_filling.backbone_shapes import PipelineShape, backbone_shapes, encoders_of
 from motet.planner.bubble_filling.encoder_memory import EncoderMemory, FittedPlan
 from motet.planner.bubble_filling.encoder_plans import EncoderPlan, EncoderPlans
 from motet.planner.bubble_filling.encoder_times import encoders_beside
-from motet.planner.bubble_filling.fills import Filling, PlacedFills, before_whole_passes, fill, is_inside_pass
+from motet.planner.bubble_filling.fills import (
+    Filling,
+    PlacedFills,
+    before_whole_passes,
+    fill,
+    is_inside_pass,
+    with_sums_apart,
+)
 from motet.planner.bubble_filling.one_f_one_b_bound import one_f_one_b_s
 from motet.planner.candidate import BUBBLE_FILLING, Candidate, Pins, RuledOut
 from motet.planner.infeasible import indivisible, nothing_divides
@@ -110,10 +119,14 @@ def _no_shape(job: Job, pins: Pins) -> str:
 
 
 class _BoundedPlan(NamedTuple):
-    """An encoder plan, the least that a step takes with it, and what its encoders take of a microbatch."""
+    """An encoder plan, the least that a step takes with it, and what its encoders take of a microbatch.
+
+    apart_s: that least, if all sums of encoders are beside other work.
+    """
 
     bound_s: float
     encoders_s: float
+    apart_s: float
     fitted: FittedPlan
 
 
@@ -163,7 +176,7 @@ def _bounded_backbone(job: Job, pins: Pins, shape: PipelineShape, faster_than_s:
     # 6. Its simulated step, if all bubbles were filled.
     filler = _Filler(plans)
     bounded = filler.bounded(fitting)
-    bound_s = max(bounded[0].bound_s, least_s)
+    bound_s = max(min(one.apart_s for one in bounded), least_s)
     if bound_s >= faster_than_s:
         return _Outcome(True, [*ruled_out, _too_slow(shape, bounded[0].fitted)])
     return _Outcome(True, ruled_out, _Bounded(bound_s, filler, bounded))
@@ -246,13 +259,17 @@ class _Filler:
         bounded = []
         for fitted in by_recomputed:
             encoders_s = encoders_beside(self.plans, fitted, 0).microbatch_s
-            bounded.append(_BoundedPlan(max(_filled_s(backbone, encoders_s), backbone_s), encoders_s, fitted))
+            sums_s = sum(float(self.plans.costs(unit).sums_s.sum()) for unit in fitted.units[1:])
+            bound_s, apart_s = (
+                max(_filled_s(backbone, each_s), backbone_s) for each_s in (encoders_s, encoders_s - sums_s)
+            )
+            bounded.append(_BoundedPlan(bound_s, encoders_s, apart_s, fitted))
         return sorted(bounded, key=lambda one: one[:2])
 
     def best(self, bounded: list[_BoundedPlan]) -> tuple[FittedPlan, Filling]:
         """The plan whose fine placement ends first, of the few that could be best."""
         best, filling = bounded[0].fitted, self._fill(bounded[0].fitted, _HALVES)
-        for bound_s, _, fitted in bounded[1:_MAX_PLACED]:
+        for bound_s, _, _, fitted in bounded[1:_MAX_PLACED]:
             if bound_s < filling.fine_s:
                 other = self._fill(fitted, _HALVES)
                 if other.fine_s < filling.fine_s:
@@ -260,9 +277,13 @@ class _Filler:
         return best, filling
 
     def candidates(self, fitted: FittedPlan, filling: Filling, limit_s: float) -> list[Candidate]:
-        """The plan finely placed, and otherwise if that differs and is estimated to take less than limit_s: between
-        passes of the backbone alone, which ragged microbatches may like better, and coarsely."""
+        """The plan finely placed, and otherwise if that differs and is estimated to take less than limit_s: with sums
+        apart, between passes of the backbone alone, which ragged microbatches may like better, and coarsely."""
         fine, others = self._thinned(fitted, filling), {"coarse": self._fill(fitted, 0).coarse}
+        if num_halves := self._halves_with_sums(fitted):
+            apart = with_sums_apart(filling.fine.fills, num_halves, in_turns=fitted.plan.pp == 1)
+            if apart != filling.fine.fills:
+                others = {"fine, sums apart": replace(filling.fine, fills=apart)} | others
         if any(map(is_inside_pass, fine.fills)):
             between = self._fill(fitted, _HALVES, is_inside=False)
             others = {"fine, between passes": self._thinned(fitted, between)} | others
@@ -278,6 +299,22 @@ class _Filler:
         backbone = self.alone.pipeline(fitted.units, parted=is_inside and num_slices > 0)
         encoders = encoders_beside(self.plans, fitted, num_slices)
         return fill(backbone, encoders, len(self.plans.backbone.stages))
+
+    def _halves_with_sums(self, fitted: FittedPlan) -> dict[int, int]:
+        """Halves of a pass, by stage of encoders whose sums can be beside the backbone's compute; none where a device
+        computes nothing beside collectives.
+        """
+        job, pp, num_ranks = self.plans.job, fitted.plan.pp, self.plans.shape.pp
+        model, found = job.model, dict[int, int]()
+        for number, unit in enumerate(fitted.units[1:]):
+            if unit.tp == 1 or not job.cluster.runs_beside_sums:
+                continue
+            first = len(self.plans.backbone.stages) + number * num_ranks
+            for stage in range(num_ranks):
+                pieces = model.module(unit.name).pieces(*unit_spans(model, unit, stage % pp)[unit.name])
+                if all(half >= 0 for _, half in pieces):
+                    found[first + stage] = len(pieces)
+        return found
 
     def _thinned(self, fitted: FittedPlan, filling: Filling) -> PlacedFills:
         """The same placement in whole layers, if it then takes about as long: Plans are shorter, and kernels larger."""

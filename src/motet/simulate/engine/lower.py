@@ -38,7 +38,7 @@ def waits(lookup: ActionIndex, stream: Int32Array, overlap: bool) -> Waits:
              and the compute after it starts once it has ended.
 
     Tensor-parallel communication in parts of its own waits for the part before it on its rank, whatever pass that part
-    belongs to: a rank does not communicate ahead for its next pass.
+    belongs to, of those that begin with such a part: a rank does not communicate ahead for its next pass.
     """
     pairs = _Waits(lookup)
     pairs.forward()
@@ -212,13 +212,14 @@ class _Waits:
                 self.add(of_rank[self.table.rank[rows]], rows)
 
     def in_turn(self, stream: Int32Array) -> None:
-        """Tensor-parallel parts wait for the part before them on their rank."""
+        """Tensor-parallel parts of passes that begin with one wait for the part before them on their rank."""
         communicates = np.flatnonzero(stream == TENSOR)
-        if not communicates.size:
+        begins = communicates[self.table.part[communicates] == 0]
+        if not begins.size:
             return
-        has_tensor_parts = np.zeros(self.lookup.shape[0], dtype=np.bool_)
-        has_tensor_parts[self.table.stage[communicates]] = True
-        passes = np.flatnonzero(has_tensor_parts[self.table.stage] & np.isin(stream, (COMPUTE, TENSOR)))
+        begins_with_one = np.zeros(self.lookup.shape[0], dtype=np.bool_)
+        begins_with_one[self.table.stage[begins]] = True
+        passes = np.flatnonzero(begins_with_one[self.table.stage] & np.isin(stream, (COMPUTE, TENSOR)))
         before = np.full(len(self.table), NONE, dtype=np.int32)
         before[passes[1:]] = np.where(self.table.rank[passes[1:]] == self.table.rank[passes[:-1]], passes[:-1], NONE)
         self.add(communicates, before[communicates])

@@ -3,8 +3,8 @@
 1. An action starts when the action before it in its stream and all its `Dependencies` have ended.
 2. A SEND and its RECV are one operation, and so is a collective on all stages of a group. An operation starts when all
    its actions can, and takes as long as the longest of them.
-3. Tensor-parallel communication in parts of its own starts after the part before it on its rank, of any pass that has
-   such parts: a rank does not communicate ahead for its next pass.
+3. Tensor-parallel communication in parts of its own starts after the part before it on its rank, of any pass that
+   begins with such a part: a rank does not communicate ahead for its next pass.
 4. Without overlap, the collectives between two compute actions of a row are posted together when the first ends, and
    the second starts when all of them have ended. A SEND holds nothing up: who sends goes on with its row.
 5. Passes that replicas run together are one operation, too, also if they are in different copies of the Program: but
@@ -114,7 +114,7 @@ def _in_turn(
     ranks: Sequence[int], actions: Sequence[tuple[int, Action]], stream: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
     """(first, second): numbers of actions that follow each other by rule 3."""
-    stages = {action.stage for (_, action), own_stream in zip(actions, stream) if own_stream == TENSOR}
+    stages = {a.stage for (_, a), own_stream in zip(actions, stream) if own_stream == TENSOR and a.part == 0}
     last: dict[int, int] = {}
     for number, (rank, (_, action), own_stream) in enumerate(zip(ranks, actions, stream)):
         if action.stage in stages and own_stream in (COMPUTE, TENSOR):

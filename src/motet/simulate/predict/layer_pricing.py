@@ -14,6 +14,7 @@ from motet.assign.step import ModuleAssignment, StepAssignment
 from motet.core.arrays import Float64Array
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
+from motet.core.workload import BACKBONE
 from motet.cost.flops import expert_shares
 from motet.cost.memory import StageLayer, kept_bytes, plan_precision
 from motet.cost.model import Beyond, CostModel, LayerSeconds, Work
@@ -28,7 +29,7 @@ class LayerPrice:
 
     whole:     what all ranks compute that share a replica's work. work: what the busiest of them does.
     tensor_s:  communication of ranks that share products and experts, in one pass.
-    beside_s:  of it, that beside which other work can run (`pass_parts.py`).
+    beside_s:  of it, that beside which other work can run (`pass_parts.py`): the sums of products.
     context:   the exchange of rows between context-parallel ranks in attention.
     """
 
@@ -110,7 +111,8 @@ class LayerPricing:
         if unit.tp > 1:
             groups = self.plan.cluster.unlike(unit.ranks, unit.tp)
             tensor_s = np.max([self.cost.tensor_seconds(layer, work, ranks) for ranks in groups], axis=0)
-        beside_s = 0.5 * tensor_s  # Sums of products, which take as long as gathers of rows.
+        # In a backbone, sums take as long as gathers of rows. An encoder has no others, but an all-reduce for each sum.
+        beside_s = 0.5 * tensor_s if name == BACKBONE else tensor_s
         if unit.ep > 1 and layer.num_experts:
             tensor_s = tensor_s + self._experts_s(unit, layer, work.rows)
         context = self._context.price(name, layer)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from motet.core.cluster import Cluster, Device, Link
+from motet.core.module_degrees import ModuleDegrees
 from motet.core.sampler import Sampler
 from motet.core.shapes import Transformer, audio_encoder, connect, language_model, multimodal, vit
 from motet.core.spec import ModelSpec
@@ -18,6 +19,7 @@ from motet.planner.bubble_filling.one_f_one_b_bound import one_f_one_b_s
 from motet.planner.bubble_filling.propose import propose_bubble_filling
 from motet.planner.candidate import Candidate, Pins, RuledOut
 from motet.planner.job import Job
+from motet.schedule import planned
 from motet.simulate.predict.predict import predict
 from unit.planner.jobs import job as small_job
 from unit.planner.jobs import predicted
@@ -99,6 +101,26 @@ def test_what_runs_inside_passes_stands_beside_the_same_between_passes():
     assert not any("." in fill.before for fill in between.plan.fills)
     for one in (inside, between):
         assert one.estimate_s == pytest.approx(predicted(given, one).step_s, rel=0.02)
+
+
+def test_sums_of_an_encoder_are_apart_where_work_can_run_beside_them():
+    given, tp = job(), 4
+    pins = Pins(tp=tp, pp=2, microbatch_size=1, modules={"image": ModuleDegrees(tp=tp)})
+    fine, apart, *_ = proposals(given, pins)[0]
+    assert apart.what == f"{fine.what}, sums apart" and apart.plan.units == fine.plan.units
+    assert not any(stage.has_sums for stage in planned(fine.plan).stages)
+    assert any(stage.has_sums for stage in planned(apart.plan).stages)
+    fine_s, apart_s = (predicted(given, one).step_s for one in (fine, apart))
+    assert apart_s < 0.97 * fine_s
+    assert apart.bound_s <= apart_s
+    waiting = replace(given.cluster, device=replace(given.cluster.device, overlaps=False))
+    for cluster in (waiting, replace(given.cluster, tensor_pieces=2)):
+        found, _ = proposals(replace(given, cluster=cluster, cost=Analytic(cluster)), pins)
+        assert found and not any("apart" in one.what for one in found)
+    # Predicted where nothing runs beside collectives, it gains nothing.
+    cost = Analytic(waiting)
+    alike_s = [predict(replace(one.plan, cluster=waiting), given.workload, cost).step_s for one in (fine, apart)]
+    assert alike_s[1] > 0.995 * alike_s[0]
 
 
 @pytest.mark.parametrize("is_blocking", [False, True])

@@ -359,3 +359,44 @@ def test_the_sum_over_copies_has_a_price_of_its_own():
         assert reduces == [0.5, 0.5, 8.0]
     alone = Program((Stage(0, group=0),), (), ((*passes[:2], Action(0, Kind.REDUCE)),), 1)
     assert [span.duration_s for span in simulate(alone, times) if span.kind == "REDUCE"] == [0.5]
+
+
+@BACKENDS
+@pytest.mark.parametrize("overlap", [True, False])
+def test_sums_of_encoders_are_beside_compute_and_share_the_link_with_the_backbone(overlap, backend):
+    of_backbone, of_encoder = (Part(1.0, "tensor"), Part(1.0)), (Part(0.5), Part(1.0, "tensor"), Part(0.5))
+    (backbone,) = split_parts(gpipe(1, 1, has_backward=[False]), 0, 2, 1).actions
+    first, its_sum, last = (Action(1, Kind.F, 0, part) for part in range(3))
+    program = Program((Stage(0), Stage(0, "image")), (), ((first, its_sum, *backbone, last),), 1)
+    times = replace(
+        stage_times([2, 2], [0, 0]),
+        forward_tensor_s=np.array([[1.0], [1.5]]),
+        forward_parts={0: of_backbone, 1: of_encoder},
+    )
+    found = spans(simulate(program, times, overlap=overlap, backend=backend))
+    assert found["1F0.1", "tensor"] == (1.0, 2.5)
+    assert found["0F0.0", "tensor"] == (2.5, 3.5), "the link is busy until then"
+    assert found["0F0.1", "compute"] == (3.5, 5.5)
+    assert found["1F0.2", "compute"] == (5.5, 6.5)
+    beside = Program(program.stages, (), ((*backbone[:1], first, its_sum, *backbone[1:], last),), 1)
+    found = spans(simulate(beside, times, overlap=overlap, backend=backend))
+    assert found["0F0.1", "compute"] == ((1.0, 3.0) if overlap else (3.5, 5.5))
+    assert found["1F0.2", "compute"] == ((3.0, 4.0) if overlap else (5.5, 6.5))
+
+
+@BACKENDS
+def test_a_rank_communicates_for_its_pass_while_an_encoder_computes(backend):
+    of_backbone, of_encoder = (Part(1.0, "tensor"), Part(1.0)), (Part(0.5), Part(1.0, "tensor"), Part(0.5))
+    row = split_parts(gpipe(1, 2, has_backward=[False]), 0, 2, 1).actions[0]
+    encoder = tuple(Action(1, Kind.F, 0, part) for part in range(3))
+    program = Program((Stage(0), Stage(0, "image")), (), ((*row[:2], *encoder, *row[2:]),), 2)
+    times = replace(
+        stage_times([1, 2], [0, 0]),
+        forward_tensor_s=np.array([[1.0], [0.25]]),
+        forward_parts={0: of_backbone, 1: of_encoder},
+    )
+    found = spans(simulate(program, times, backend=backend))
+    assert found["1F0.1", "tensor"] == (3.0, 3.25)
+    assert found["0F1.0", "tensor"] == (3.25, 4.25), "in the order of the row, beside the encoder's last part"
+    assert found["1F0.2", "compute"] == (3.25, 4.25)
+    assert found["0F1.1", "compute"] == (4.25, 5.25)

@@ -1,6 +1,7 @@
 """What stages compute, against a slow count of every layer, example and microbatch."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -264,6 +265,50 @@ def test_of_the_communication_of_halves_of_layers_work_can_run_beside_their_sums
         )
         assert sum(part.share for part in parts[::2]) == pytest.approx(beside / sum(by_layer))
     assert len(pricing.parts(whole, backward=True)) == 4 * 6
+
+
+@pytest.mark.parametrize("num_recomputed", [0, 2])
+def test_sums_apart_take_what_the_layers_communicate_and_halves_what_they_compute(num_recomputed):
+    shape = Transformer(32, 128, 4)
+    image = connect(vit("image", shape, num_layers=3), output_dim=64)
+    spec = multimodal("vlm", language_model(Transformer(64, 256, 4), 2, 100), [image])
+    units = (
+        Unit("llm", ({"backbone": 1}, {"backbone": 1}), pp=2, tp=2),
+        Unit("image", ({"image": 3},), dp=2, tp=2, recompute=({"image": num_recomputed},)),
+    )
+    made = Plan(spec, cluster("h100", 1, 4), units, batch_size=2)
+    unfilled, encoders = fillable(made)
+    pricing, halved = (
+        priced(replace(made, fills=coarse_fills(unfilled.program, encoders, num_parts)))[0] for num_parts in (13, 6)
+    )
+    stage, in_halves = pricing.planned.stages[2], halved.planned.stages[2]
+    assert stage.has_sums and not in_halves.has_sums
+    for backward in (False, True):
+        parts, others = pricing.parts(stage, backward=backward), halved.parts(in_halves, backward=backward)
+        assert [part.stream for part in parts] == ["compute", "tensor"] * 6 + ["compute"]
+        shares = [part.share for part in parts[::2]]
+        assert sum(shares) == pytest.approx(1) and min(shares) >= 0
+        shares[5:] = [sum(shares[5:])]  # What stands at the end of the pass is behind the last sum.
+        of_halves = [part.share for part in others]
+        of_blocks = (np.add.reduceat(each, range(0, 6, 2)) for each in (shares, of_halves))
+        assert next(of_blocks) == pytest.approx(next(of_blocks))
+        if not (backward and num_recomputed):
+            assert shares == pytest.approx(of_halves)
+        else:
+            assert shares[4] > of_halves[4], "a block is computed again before its backward pass begins"
+    layers = Counter(pricing.layers(stage))
+    of_layer = {placed: pricing.layer_pricing.of_passes(placed, 2) for placed in layers}
+    for name, backward in (("forward_tensor", False), ("backward_tensor", True)):
+        total_s = sum(
+            count * of_layer[placed][name].sum() for placed, count in layers.items() if name in of_layer[placed]
+        )
+        sums_s = sum(
+            count * of_layer[placed]["forward_tensor"].sum()
+            for placed, count in layers.items()
+            if placed.layer.attention is not None and name in of_layer[placed]
+        )
+        found = [part.share for part in pricing.parts(stage, backward=backward)[1::2]]
+        assert sum(found) == pytest.approx(sums_s / total_s) and len(set(found)) == 1
 
 
 def test_parts_of_data_parallel_passes_take_what_their_blocks_take():
