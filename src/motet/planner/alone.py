@@ -15,7 +15,6 @@ import numpy as np
 from motet.assign.item_shares import FULLEST
 from motet.core.arrays import BoolArray, Float64Array
 from motet.core.context_rows import exchanged_heads
-from motet.core.cuts import rows_between_cuts
 from motet.core.plan import MOVES_ITEMS, Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE, BatchLengths
@@ -171,7 +170,7 @@ class _Rows:
         module, items = self._plan.model.module(name), self._lengths.of(name)
         tile_rows, tokens = module.tile_rows, items.num_tokens
         if not tile_rows:
-            most = np.maximum(rows_between_cuts(tokens, items.length, module.read_by), 1)
+            most = np.maximum(module.cut_rows.num_rows(tokens, items.length), 1)
             return rows / np.minimum(num_ranks, most)
         tiles = np.maximum(tokens // tile_rows, 1)
         return rows * np.ceil(tiles / num_ranks) / tiles

@@ -140,7 +140,7 @@ def build_orchestrator(
     times = replace(
         costs.times,
         item_keys=shared,
-        read_by={module.name: module.read_by for module in shareable if module.read_by},
+        cut_rows={module.name: module.cut_rows for module in shareable},
         tile_rows=tiles,
         waits=waits or not config.cut_by,
         memory=memory,
