@@ -21,6 +21,7 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from motet.core.example import Media
+from motet.core.grid_positions import KEYS
 from motet.dispatch import LoadedExample
 from motet.models.attention import ATTENTION
 from motet.models.exact import keep_float64
@@ -75,8 +76,8 @@ READ = {
     "uneven read clip": ("qformer", 3),
 }
 """Towers whose rows queries read, so many of each item, or of each tile: patches of some stand for no whole query."""
-WIDE = ("mllama",)
-"""Towers whose images become one wide row each."""
+WIDE, NUM_KEYS = ("mllama",), 20
+"""Towers whose images become one wide row each, and of how many rows that is."""
 EVEN_TILES = Tiles(TILE, lambda sizes: sizes[:, 0] // TILE)
 STACKED = {"whole qwen3_vl": 1}
 """Rows of inner blocks that stand beside an image's own ones, as one wide row."""
@@ -122,7 +123,7 @@ def tower_module(family: str, frozen: Sequence[str], dropout: float = 0.0) -> Mo
             encoder = Qwen25VLEncoder(model)
     elif family in WIDE:
         encoder = mllama_tower()
-        projector = KeyProjector(encoder.output_dim, DIM, encoder.num_rows)
+        projector = KeyProjector(encoder.output_dim, DIM, NUM_KEYS)
     elif family.endswith("qwen3_vl"):
         encoder, projector = qwen3_vl_tower(8, DIM, inner=[0] if family.startswith("whole") else None)
     else:
@@ -250,7 +251,7 @@ def with_patches(example: LoadedExample, seed: int, family: str) -> LoadedExampl
     Those of sound get clips of nine times as many frames.
     """
     rng = np.random.default_rng((seed, len(example.sequence.tokens)))
-    media = []
+    tower, media = mllama_tower() if family in WIDE else None, []
     for phase, item in zip(example.sequence.media, example.media, strict=True):
         size = 2 * item.size
         if family in SOUNDS:
@@ -261,9 +262,18 @@ def with_patches(example: LoadedExample, seed: int, family: str) -> LoadedExampl
             size = raster_sizes(item.size[None])[0]
         elif is_tiled(family):
             size = np.array([TILE * item.size[0], TILE])
+        elif family in WIDE and phase == "image":
+            size = arrangements(item.size[None])[0]
         num_rows = size.prod() + (Qwen2AudioTower.margin if family == "whole qwen2_audio" else 0)
         if family in RASTERS and phase == "image":
             num_rows = int(anyres_counts(size[None])[0]) * TILE**2
+        if family in WIDE and phase == "image":
+            num_rows *= tower.tile_patches
         values = rng.standard_normal((num_rows, ROW_DIM)).astype(np.float32)
         media.append(Media(values, size) if phase == phase_of(family) else item)
-    return replace(example, media=tuple(media))
+    if tower is None:
+        return replace(example, media=tuple(media))
+    # How many of an image's rows text sees; beside them items that are rows of the sequence.
+    num_seen = [int(tower.key_rows(item.size[None])[0]) if len(item.size) == 2 else 1 for item in media]
+    grids = np.array([[count, 1, 1, 1, KEYS] for count in num_seen], dtype=np.int64).reshape(-1, 5)
+    return LoadedExample(replace(example.sequence, grids=grids), tuple(media))
