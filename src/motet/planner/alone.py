@@ -149,17 +149,19 @@ class _Rows:
     def taken_in(self, name: str, stage: PlannedStage) -> Float64Array:
         """Rows of an encoder that the rank takes in which takes in most of them, [num_examples].
 
-        Data parallelism takes rows to the ranks of their places, or all to the one that merges their sequence.
+        Data parallelism takes rows to the ranks of their places, or all to the one that merges their sequence. A row of
+        several side by side is on one rank.
         """
         plan, items, num_sharing = self._plan, self._lengths.of(name), self._num_sharing(BACKBONE, stage)
         rows = items.num_tokens.astype(np.float64)
         every = np.bincount(items.example, rows, self._lengths.num_examples).astype(np.float64)
-        if plan.schedule == "data_parallel":
+        is_whole, longest = plan.model.module(name).token_parts > 1, np.zeros(len(every))
+        if plan.schedule == "data_parallel" and not is_whole:
             return every if plan.model.merges else every / num_sharing
-        if stage.unit.cp == 1 and not cuts_beside_sequences(plan, name):
+        if plan.schedule != "data_parallel" and stage.unit.cp == 1 and not cuts_beside_sequences(plan, name):
             return every
-        is_here, longest = name in on_backbone_ranks(plan), np.zeros(len(every))
-        own = self._fragment(name, rows, self._num_sharing(name, stage)) if is_here else rows
+        is_cut = name in on_backbone_ranks(plan) and not is_whole
+        own = self._fragment(name, rows, self._num_sharing(name, stage)) if is_cut else rows
         np.maximum.at(longest, items.example, own)
         return np.maximum(longest, every / num_sharing)
 
