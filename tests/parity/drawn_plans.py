@@ -252,10 +252,12 @@ def _with_other_images(mixture: dict[str, object], numbers: tuple[int, ...]) -> 
 
 
 def _with_keys(mixture: dict[str, object], numbers: tuple[int, ...]) -> dict[str, object]:
-    """A third of the mixtures whose model has no further parts, nor experts, attend to images beside the sequence."""
-    rng = np.random.default_rng((*numbers, crc32(b"keys")))
-    can = not mixture["parts"] and mixture["family"] not in NUM_EXPERTS
-    return mixture | {"parts": ("keys",), "tied": False} if can and rng.random() < 1 / 3 else mixture
+    """Half of the mixtures whose encoders have no further parts, nor the backbone experts, attend to images beside the
+    sequence.
+    """
+    rng, parts = np.random.default_rng((*numbers, crc32(b"keys"))), mixture["parts"]
+    can = {*parts} <= {"ahead", "prefix"} and mixture["family"] not in NUM_EXPERTS
+    return mixture | {"parts": ("keys", *parts), "tied": False} if can and rng.random() < 0.5 else mixture
 
 
 def _with_diffusers(mixture: dict[str, object], numbers: tuple[int, ...]) -> dict[str, object]:
