@@ -140,18 +140,22 @@ def test_images_that_become_one_wide_row_are_priced_as_they_are_executed(cp, own
     """Ranks share its layers; the row of a shared one is whole on the last of them."""
     plan, lengths = plan_of(cp, own_ranks=own_ranks, token_parts=80), lengths_of(queries=1)
     program, step = planned(plan), assign_step(plan, lengths)
-    pricing, cut = Pricing(plan, program, step, Linear(plan.cluster)), 0
-    found = pricing.rows("image", plan.model.module("image").layers[1], program.stages[0], [0])[0]
+    pricing, copies, cut = Pricing(plan, program, step, Linear(plan.cluster)), 0, 0
+    layer = plan.model.module("image").layers[1]
+    found = pricing.rows("image", layer, program.stages[0], [0])[0]
     taken = pricing.layer_pricing.work.taken_in("image")
     for number, (part, of_ranks) in enumerate(shared_on(plan, lengths, cp)):
         if of_ranks[0] is None:
             continue
         cut += 1
-        assert found[number] == pytest.approx(max(len(each.with_class_rows(1).own) for each in of_ranks), abs=1)
+        with_class_rows = [each.with_class_rows(1) for each in of_ranks]
+        assert found[number] == pytest.approx(max(len(each.own) for each in with_class_rows), abs=1)
+        copies = max(copies, *(moved_keys(each, among=False) for each in with_class_rows))
         made, num_images = [each.num_rows_out for each in of_ranks], part.lengths.items["image"].num_items
         assert sum(made) == num_images
         assert taken[number] == (num_images if own_ranks else max(made))
     assert cut > 1
+    assert pricing.layer_pricing.largest_copies("image", layer) == pytest.approx(copies * KV_BYTES, abs=2 * KV_BYTES)
 
 
 def test_the_largest_image_takes_its_share_of_time():
