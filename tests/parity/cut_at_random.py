@@ -9,7 +9,7 @@ import numpy as np
 
 from motet.core.arrays import Int64Array
 from motet.core.assignment import Assignment
-from motet.core.cuts import ItemCuts, rows_between_cuts
+from motet.core.cuts import ItemCuts
 from motet.core.spec import Module
 from motet.core.workload import BatchLengths
 from motet.dispatch import Decision
@@ -43,12 +43,12 @@ def cut_items_at_random(
     """As `cut_at_random`, of the items of an encoder."""
     ranks, phase = np.arange(decision.backbone.num_ranks - idle), module.name
     items = lengths.items[phase]
-    rows = rows_between_cuts(items.num_tokens, items.length, module.read_by)
+    rows = module.cut_rows.num_rows(items.num_tokens, items.length)
     cuts = _drawn(rows // max(module.tile_rows, 1), ranks, rng, degrees)
     placed = {phase: _on_first(decision.assignments[phase], len(ranks))}
     item_cuts = {} if cuts is None else {phase: cuts}
-    read_by = {phase: module.read_by} if module.read_by else {}
-    return replace(decision, assignments=decision.assignments | placed, item_cuts=item_cuts, read_by=read_by)
+    cut_rows = {phase: module.cut_rows}
+    return replace(decision, assignments=decision.assignments | placed, item_cuts=item_cuts, cut_rows=cut_rows)
 
 
 def _on_first(placed: Assignment, num_ranks: int, cuts: ItemCuts | None = None) -> Assignment:

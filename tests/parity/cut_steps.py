@@ -26,7 +26,19 @@ from parity.planned import rank_device, share_off
 from parity.planned_parts import WholeMerge
 from parity.test_gradients import Case, counted_exchanges, lengths_of, local, orchestrator_of, relative, whole
 from parity.tiny import DIM, PHASES, build_model, draw_examples, reference_step
-from parity.towers import JOINED, RASTERS, READ, SOUNDS, STACKED, TOWERS, phase_of, tower_module, with_patches
+from parity.towers import (
+    JOINED,
+    NUM_KEYS,
+    RASTERS,
+    READ,
+    SOUNDS,
+    STACKED,
+    TOWERS,
+    WIDE,
+    phase_of,
+    tower_module,
+    with_patches,
+)
 
 
 @dataclass(frozen=True)
@@ -111,8 +123,9 @@ def errors_of_cut(cut: Cut, cuts_something: bool = False) -> dict[str, float]:
 
 def model_of(cut: Cut) -> MLLM:
     readers = "sum" if cut.enters_again else cut.case.readers
-    stacked = STACKED.get(cut.tower, 0)
-    model = build_model(torch.float64, cut.case.frozen, readers, cut.case.family, stacked)
+    stacked, keys = STACKED.get(cut.tower, 0), NUM_KEYS if cut.tower in WIDE else 0
+    family = cut.tower if keys else cut.case.family
+    model = build_model(torch.float64, cut.case.frozen, readers, family, stacked, keys)
     model.backbone.bidirectional = ("image",) if "images" in cut.together else ()
     model.backbone.prefix = "prefix" in cut.together
     if cut.tower:
@@ -123,7 +136,10 @@ def model_of(cut: Cut) -> MLLM:
         model.backbone.merge = merge.requires_grad_("backbone" not in cut.case.frozen)
     if cut.dropout:
         for layer in model.backbone.causal_lm.model.layers:
-            layer.self_attn.attention_dropout = 0.3
+            if hasattr(layer, "cross_attn"):
+                layer.cross_attn.dropout = 0.3
+            else:
+                layer.self_attn.attention_dropout = 0.3
     return model
 
 
@@ -188,7 +204,7 @@ def drawn_cut(seed: int, number: int) -> Cut:
         contents=tuple(name for name in PHASES if rng.random() < 0.8),
         family=str(rng.choice(["qwen2", "qwen2", "llama", "qwen3", "mixtral", "qwen3_moe"])),
     )
-    tower = str(rng.choice(["", "", *TOWERS, *JOINED, *RASTERS, *SOUNDS, *READ]))
+    tower = str(rng.choice(["", "", *TOWERS, *JOINED, *RASTERS, *SOUNDS, *READ, *WIDE]))
     return Cut(
         case,
         degrees=() if tower and rng.random() < 0.2 else None,

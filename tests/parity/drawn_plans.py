@@ -137,7 +137,7 @@ def draw(seed: int, number: int) -> DrawnCase:
     strategy, schedule = CELLS[number % len(CELLS)]
     of_mixture = seed, number // PER_MIXTURE
     mixture = _with_other_images(_with_experts(_drawn(_MIXTURE, of_mixture), of_mixture), of_mixture)
-    mixture = _with_merge(_with_diffusers(mixture, of_mixture), of_mixture)
+    mixture = _with_merge(_with_diffusers(_with_keys(mixture, of_mixture), of_mixture), of_mixture)
     if number % CUT_EVERY == FIRST_WHOLE:
         strategy, schedule = WHOLE_MODULES, "data_parallel"
     rng = np.random.default_rng((seed, number))
@@ -249,6 +249,16 @@ def _with_other_images(mixture: dict[str, object], numbers: tuple[int, ...]) -> 
     rng, parts = np.random.default_rng((*numbers, crc32(b"stacked"))), mixture["parts"]
     other = ("stacked", "tiled", "lines", "")[int(rng.integers(4))]
     return mixture | {"parts": (other, *parts)} if other and {*parts} <= {"ahead", "prefix"} else mixture
+
+
+def _with_keys(mixture: dict[str, object], numbers: tuple[int, ...]) -> dict[str, object]:
+    """Half of the mixtures whose encoders have no further parts, nor the backbone experts, attend to images beside the
+    sequence. Adapters that drop out there are refused.
+    """
+    rng, parts = np.random.default_rng((*numbers, crc32(b"keys"))), mixture["parts"]
+    can = {*parts} <= {"ahead", "prefix"} and mixture["family"] not in NUM_EXPERTS
+    can &= not (mixture["lora"] and mixture["dropout"])
+    return mixture | {"parts": ("keys", *parts), "tied": False} if can and rng.random() < 0.5 else mixture
 
 
 def _with_diffusers(mixture: dict[str, object], numbers: tuple[int, ...]) -> dict[str, object]:

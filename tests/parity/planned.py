@@ -34,7 +34,7 @@ from motet.dispatch.stage_batch import assemble_stages
 from motet.dropout import example_keys
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
-from motet.models.families.registry import BACKBONES
+from motet.models.families.registry import BACKBONES, CROSS_BACKBONES
 from motet.models.families.siglip import SiglipEncoder
 from motet.models.families.whisper import WhisperEncoder
 from motet.models.fused import NamedRows, stored_names, with_whole
@@ -44,6 +44,7 @@ from motet.models.named_weights import weights_named
 from motet.models.part import keep_spans, names_of_spans
 from motet.models.projector import ProjectorConfig
 from motet.models.spec import model_spec
+from motet.models.whole.mllama import KeyProjector
 from motet.runtime.held import HeldParameters, share_out_part
 from motet.runtime.holders import sharing_groups
 from motet.runtime.mesh import build_mesh
@@ -70,8 +71,8 @@ from parity.planned_parts import (
     with_parts,
 )
 from parity.random_fills import with_random_fills
-from parity.tiny import draw_example, reference_step
-from parity.towers import qwen3_vl_tower, registry_tower, with_patches
+from parity.tiny import CROSSING, draw_example, open_gates, reference_step
+from parity.towers import NUM_KEYS, mllama_tower, qwen3_vl_tower, registry_tower, with_patches
 from parity.updates import updates_on_rows
 from peer_memory import opening_copies
 from ranks import run_ranks
@@ -96,6 +97,13 @@ OPTIMIZER = OptimizerConfig(
 )
 
 
+TOWERS_OF_PARTS = {
+    "stacked": "whole qwen3_vl",
+    "tiled": "tiled internvl",
+    "lines": "raster clip",
+    "keys": "mllama",
+}
+"""Part -> the tower whose images examples have."""
 OF_FAMILY = {
     "gemma2": {"head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0},
     "gemma3": {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2},
@@ -151,14 +159,18 @@ def build_hf_model(
         attention_dropout=dropout,
         activation_dropout=dropout,
     )
-    of_family = BACKBONES[family]
+    family = "mllama" if "keys" in parts else family
+    of_family = (BACKBONES | CROSS_BACKBONES)[family]
     numbers = {"hidden_size": DIM, "num_hidden_layers": num_layers, "num_attention_heads": 4}
     numbers |= {"vocab_size": VOCABULARY, "tie_word_embeddings": tied, "attn_implementation": ATTENTION}
     drops = {"gpt2": ("embd_pdrop", "attn_pdrop", "resid_pdrop"), "opt": ("dropout", "attention_dropout")}
+    drops["mllama"] = ("dropout",)
     drops["phi3"] = ("resid_pdrop", "attention_dropout")
     numbers |= dict.fromkeys(drops.get(family, ("attention_dropout",)), dropout)
     inner = {"gpt2": {"n_inner": 24}, "opt": {"ffn_dim": 24}}
     numbers |= inner.get(family, {"intermediate_size": 24, "num_key_value_heads": 2})
+    if family == "mllama":
+        numbers |= CROSSING | {"cross_attention_layers": [1, num_layers - 1]}
     numbers |= OF_FAMILY.get(family, {})
     if "layer_types" in numbers:
         numbers["layer_types"] = numbers["layer_types"][:num_layers]
@@ -166,6 +178,8 @@ def build_hf_model(
     of_images: tuple[torch.nn.Module, Any] = SiglipEncoder(SiglipVisionModel(image)), ProjectorConfig()
     if "stacked" in parts:
         of_images = qwen3_vl_tower(8, DIM, list(INNER), depth=3)
+    if "keys" in parts:
+        of_images = mllama_tower(), KeyProjector(16, DIM, NUM_KEYS)
     if "lines" in parts:
         of_images = registry_tower("clip", depth=3), ProjectorConfig()
     if "tiled" in parts:
@@ -190,9 +204,11 @@ def build_hf_model(
     ahead = {"bidirectional": ("image",) if "ahead" in parts else (), "prefix": "prefix" in parts}
     ahead["queries"] = {name: QUERIES[name] for name in made if name in QUERIES}
     ahead["stacked"] = {"image": len(INNER)} if "stacked" in parts else {}
+    ahead["keys"] = {"image": NUM_KEYS} if "keys" in parts else {}
     ahead["turns"] = [name for name in made if name not in QUERIES]
     ahead["merge"] = WholeMerge(DIM, dropout).to(torch.float64) if "merge" in parts else None
     model = MLLM(encoders, Backbone(causal_lm, train=BACKBONE not in frozen, again=again_with(parts), **ahead))
+    open_gates(model.backbone)
     model = with_generators(model, made, frozen)
     targets = {name: (its or "*",) for name, _, its in (each.partition(" ") for each in lora)}
     learn = {name: its for name, its in targets.items() if not {name, f"{name} encoder"} & {*frozen}}
@@ -309,7 +325,12 @@ class PlannedCase:
         media = [tuple(map(str, each)) for each in media[: self.batch_size]]
         media[0] = tuple(name for name in media[0] if name != "image")
         examples = [draw_example(rng, each, ROW_DIMS, self.has_large, self.has_long) for each in media]
-        for part, tower in (("stacked", "whole qwen3_vl"), ("tiled", "tiled internvl"), ("lines", "raster clip")):
+        for part, tower in (
+            ("stacked", "whole qwen3_vl"),
+            ("tiled", "tiled internvl"),
+            ("lines", "raster clip"),
+            ("keys", "mllama"),
+        ):
             if part in self.parts:
                 examples = [with_patches(example, self.seed, tower) for example in examples]
         return [read_twice(example, self.parts) for example in examples] if has_second(self.parts) else examples

@@ -9,6 +9,8 @@
 "stacked":      the image's tower and mergers are a Qwen3-VL's, on videos; rows of its first two blocks go along with
                 those of the last, and enter the backbone before its second and its third block.
 "tiled":        images are of tiles with a class row each, of whose rows four become one.
+"keys":         images are of one to four tiles, and become a row of NUM_KEYS rows each, to which the backbone's second
+                layer and its last one attend.
 "lines":        images are of tiles with a class row each, whose rows become one raster with newlines.
 "merge":        a merge with weights, in which each row gets of all rows of its sequence, text and media.
 "rows", "sum":  "second" reads each image too; its rows come behind the first encoder's, or are added to them.

@@ -199,6 +199,7 @@ def wide(*units, schedule="1f1b", parts=(), of="stacked", **options):
 
 
 ON_TWO = Unit("llm", ({"backbone": 2}, {"backbone": 1}), pp=2, cp=2)
+IN_BUBBLES = Unit("encoders", ({"image": 3, "audio": 2},), cp=2, zero=1)
 INSIDE = chain(2, {"image": 2}, {"image": 1, "audio": 2, "backbone": 3}, recompute=({"image": 1}, {"image": 1}))
 WIDE = {
     2: [
@@ -251,6 +252,28 @@ LINES = {
     ],
 }
 """Images of tiles that ranks cut, also within a tile, and whose rows become one raster."""
+KEYED = {
+    2: [
+        wide(*chain(2, WHOLE), of="keys"),
+        wide(*chain(2, WHOLE, zero=3, recompute=({"image": 2},)), of="keys", microbatch_size=2, left_out=0.3),
+        wide(*chain(2, {"backbone": 3}, replicated=("image", "audio")), of="keys", dropout=0.2),
+        wide(*chain(2, WHOLE), of="keys", frozen=("image encoder",)),
+        # In bubbles: shared by ranks that share products of the backbone, and by those that share its sequences.
+        wide(Unit("llm", ({"backbone": 3},), tp=2), IN_BUBBLES, of="keys", microbatch_size=2),
+        wide(Unit("llm", ({"backbone": 3},), cp=2), IN_BUBBLES, of="keys"),
+    ],
+    3: [wide(BESIDE, Unit("llm", ({"backbone": 3},), first_rank=2), of="keys", microbatch_size=2)],
+    4: [
+        # One rank makes the wide row of all, and rows of the others end with the tower.
+        wide(*chain(2, {"image": 1}, {"image": 2, "audio": 2, "backbone": 3}), of="keys"),
+        wide(*INSIDE, of="keys", schedule="zb_h1"),
+        wide(ENCODERS, *chain(2, {"backbone": 3}, first_rank=2), of="keys", microbatch_size=2),
+        wide(ON_TWO, Unit("encoders", ({"image": 3, "audio": 2},), dp=2, cp=2), of="keys", batch_size=4),
+        wide(*chain(4, WHOLE), of="keys"),
+        wide(*chain(2, WHOLE, tp=2), of="keys"),
+    ],
+}
+"""Images that become one row of keys each."""
 IN_HEAD_GROUPS = [
     PlannedCase(
         chain(2, WHOLE, zero=3, recompute=({"image": 1, "backbone": 2},)),
@@ -296,6 +319,11 @@ def test_ranks_that_share_videos_of_rows_for_several_blocks_equal_one_process(nu
 
 @pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(TILED, {2: (0,), 4: (0,)}))
 def test_ranks_that_share_tiles_equal_one_process(num_ranks, cases):
+    assert_planned(num_ranks, cases)
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(KEYED, {2: (0,), 4: (0,)}))
+def test_ranks_that_share_images_of_keys_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)
 
 

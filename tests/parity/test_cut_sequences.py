@@ -117,13 +117,18 @@ ITEMS = [
     Cut(replace(ALL, frozen=("image",), fsdp=WHOLE_COPIES), degrees=(), tower="read siglip", items=(2, 3)),
     Cut(ALL, degrees=(2,), tower="tiled read siglip", items=(2, 1, 3), idle=1),
     Cut(replace(ALL, seed=5), degrees=(2,), tower="uneven read clip", items=(3, 2, 1), dropout=True),
+    # Images of one to four tiles that become a row each, which text sees in layers of its own.
+    Cut(ALL, degrees=(2,), tower="mllama", items=(4, 2, 1, 3, 4, 1)),
+    Cut(replace(IMAGES, num_examples=5), degrees=(), tower="mllama", items=(2, 3), idle=1),
+    Cut(replace(ALL, fsdp=FSDPConfig(recompute=True), num_microbatches=2, seed=1), tower="mllama", draws_items=True),
+    Cut(replace(ALL, frozen=("image encoder",), fsdp=WHOLE_COPIES), degrees=(2,), tower="mllama", items=(2, 4)),
     # Ranks that have no image, and meet the others in each layer.
     Cut(replace(IMAGES, num_examples=5), degrees=(), tower="siglip", items=(2,), idle=2),
     Cut(replace(IMAGES, num_examples=1, seed=1, fsdp=HYBRID), degrees=(2,), tower="qwen2_vl", items=(2,), idle=2),
 ]
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: ITEMS}, {4: (1, 9, 12, 15, 17, 22, 24, 29, 32, 35)}))
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({4: ITEMS}, {4: (1, 9, 12, 15, 17, 22, 24, 29, 32, 35, 41)}))
 def test_images_cut_over_ranks_equal_one_process(num_ranks, cases):
     assert run_ranks(check, num_ranks, cases) == [[]] * num_ranks
 

@@ -20,7 +20,7 @@ from parity.drawn_plans import (
 )  # fmt: skip
 from parity.fuzzing import run_cases
 from parity.planned import LOOSEST, MIXED_LOOSEST, MIXED_TOLERANCE, TOLERANCE, PlannedCase, expected
-from parity.towers import READ, TOWERS
+from parity.towers import READ, TOWERS, WIDE
 from ranks import run_ranks
 
 STORED = json.loads((BENCHMARKS / "results" / "fuzz_plans-2-cpu-cores.json").read_text())
@@ -170,13 +170,14 @@ def test_cases_have_all_that_a_plan_can_say():
             "part sum",
             "part stacked",
             "part tiled",
+            "part keys",
             "random fills, static",
             "fills of halves of blocks",
         ),
         *("cp 2 of llm", "cp 3 of llm", "cp 2 of encoders"),
         *(f"exchange {way}" for way in ("auto", "group_cast", "all_gather", "ulysses")),
         "2 groups of heads",
-        *(f"cut items, {tower} tower" for tower in ("toy", *TOWERS, *READ)),
+        *(f"cut items, {tower} tower" for tower in ("toy", *TOWERS, *READ, *WIDE)),
         *(f"cut items, {what}" for what in ("method", "idle", "dropout", "enters_again", "merges", "qwen3_moe")),
         # Pairs that do not divide each other are too rare for so few draws: `test_pairs.py` has them.
         *("dp 2 beside 1", "dp 1 beside 2", "dp 3 beside 1", "dp 1 beside 3"),

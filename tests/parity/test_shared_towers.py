@@ -12,7 +12,6 @@ import torch.distributed as dist
 from motet.assign.item_shares import item_shares
 from motet.assign.orchestrator import Decision
 from motet.balance import LengthWork, Packed, PhaseCosts, score
-from motet.core.cuts import rows_between_cuts
 from motet.core.workload import BACKBONE, ItemLengths
 from motet.dispatch.shared_items import shared_items
 from motet.models.families.shaped import ShapedVisionConfig, ShapedVisionEncoder, ShapedVisionTransformer
@@ -20,7 +19,20 @@ from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector
 from parity.planned import TOLERANCE
 from parity.tiny import DIM
-from parity.towers import JOINED, RASTERS, READ, ROW_DIM, SOUNDS, TILE, TOWERS, is_tiled, raster_sizes, tower_module
+from parity.towers import (
+    JOINED,
+    RASTERS,
+    READ,
+    ROW_DIM,
+    SOUNDS,
+    TILE,
+    TOWERS,
+    WIDE,
+    arrangements,
+    is_tiled,
+    raster_sizes,
+    tower_module,
+)
 from ranks import run_ranks
 
 NUM_RANKS = 3
@@ -50,6 +62,8 @@ def sizes_of(tower: str, blocks: list[tuple[int, int]]) -> np.ndarray:
         return raster_sizes(sizes)
     if tower in SHAPED:
         return sizes.prod(axis=1)[:, None]
+    if tower in WIDE:
+        return arrangements(sizes[:2])  # All are as long: of three, each of three ranks would have one.
     if is_tiled(tower):
         return np.stack([TILE * sizes.prod(axis=1), np.full(len(sizes), TILE)], axis=1)
     sizes = 2 * sizes if "qwen" in tower else sizes
@@ -78,7 +92,7 @@ def without_weights(module: ModalityModule) -> ModalityModule:
 
 def check(rank: int, num_ranks: int, frozen: tuple[str, ...]) -> list[str]:
     wrong = []
-    for tower in dict.fromkeys((*TOWERS, *JOINED, *RASTERS, *SOUNDS, *READ, *SHAPED)):
+    for tower in dict.fromkeys((*WIDE, *TOWERS, *JOINED, *RASTERS, *SOUNDS, *READ, *SHAPED)):
         for blocks in IMAGES:
             module, reference = module_of(tower, frozen), module_of(tower, frozen)
             assert module.can_share, tower
@@ -89,15 +103,15 @@ def check(rank: int, num_ranks: int, frozen: tuple[str, ...]) -> list[str]:
             rng = np.random.default_rng(3)
             items = [torch.from_numpy(rng.standard_normal((rows, ROW_DIM))) for rows in module.num_values(sizes)]
             lengths, tokens = module.lengths(sizes), module.num_tokens(sizes)
-            read_by = module.spec_module("image").read_by
-            rows = rows_between_cuts(tokens, lengths, read_by)
+            cut_rows = module.spec_module("image").cut_rows
+            rows = cut_rows.num_rows(tokens, lengths)
             shares = item_shares(lengths, rows, num_ranks, can_cut=True, tile_rows=module.tile_rows)
             assert shares.cuts is not None, (tower, blocks)
             placed = score(shares.ranks, lengths, num_ranks, Packed())
             decision = Decision(
                 {"image": placed, BACKBONE: placed}, {}, PhaseCosts({BACKBONE: Packed()}, LengthWork()), {}, 0.0, "off",
                 item_cuts={"image": shares.cuts}, sharing={"image": num_ranks},
-                read_by={"image": read_by} if read_by else {},
+                cut_rows={"image": cut_rows},
             )  # fmt: skip
             of_phase = ItemLengths(np.zeros(len(tokens), np.int64), lengths, tokens)
             shared = replace(shared_items(decision, "image", of_phase, rank), group=dist.group.WORLD)

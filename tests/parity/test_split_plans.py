@@ -64,6 +64,9 @@ CASES = {
         # A merge of the user's own has whole sequences.
         split(WHOLE, parts=("merge", "again"), dropout=0.2, batch_size=8, left_out=0.3, seed=2),
         split(WHOLE | {"draw": 1}, parts=("merge",), made=("draw",), batch_size=8, zero=3, seed=1),
+        # Rows attend to images, of which one replica of two that share a sequence has none; ranks share images, too.
+        split(WHOLE, parts=("keys",), contents=("image",), microbatch_size=2, has_long=True, seed=5),
+        split(WHOLE, parts=("keys", "ahead"), dropout=0.2, batch_size=8, has_long=True, left_out=0.3, seed=2),
     ],
     3: [
         split(WHOLE, dp=3, batch_size=12, left_out=0.3),
@@ -93,6 +96,10 @@ CASES = {
         split(MADE, cp=2, made=("draw", "recall"), batch_size=8, seed=6),
         split(WHOLE, cp=2, parts=("merge", "again"), dropout=0.2, microbatch_size=2, batch_size=8, left_out=0.3),
         split(*FEW_CUTS, parts=("merge",), frozen=("backbone",), batch_size=8, seed=2),
+        split(*FEW_CUTS, parts=("keys",), batch_size=8, has_long=True, seed=2),
+        split(WHOLE, cp=2, parts=("keys",), batch_size=8, has_long=True, seed=3),
+        split({"backbone": 3}, units=(BESIDE,), parts=("keys",), batch_size=8, has_long=True, seed=4),
+        split(*LLM, units=IN_BUBBLES, parts=("keys",), batch_size=8, has_long=True, fill_seed=3, seed=5),
     ],
     5: [
         split(*LLM, units=(IN_BUBBLES[0], AUDIO_BESIDE), seed=10, batch_size=8, fill_seed=3, filling="by_step"),
@@ -106,7 +113,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(CASES, {2: [0, 8, 9, 12], 3: [2]}))
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(CASES, {2: [0, 8, 9, 12, 14], 3: [2]}))
 def test_sequences_that_replicas_share_train_as_in_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)
 

@@ -133,6 +133,7 @@ def test_divided_experts_beside_a_tower_on_ranks_of_its_own_are_one_process(tmp_
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in (
+                "mllama",
                 "qwen3_vl",
                 "smolvlm",
                 "internvl",

@@ -22,7 +22,7 @@ from motet.dropout import drawing, item_keys
 from motet.models.attention import ATTENTION
 from motet.models.backbone import Backbone
 from motet.models.exact import keep_float64
-from motet.models.families.registry import BACKBONES
+from motet.models.families.registry import BACKBONES, CROSS_BACKBONES
 from motet.models.merge import merge_rows
 from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
@@ -165,6 +165,8 @@ MIXTURES = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 8, "mlp_only_layers": [1]},
 }
+CROSSING = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+"""Of a backbone whose layers attend to images: tokens that it has."""
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
 
 
@@ -174,6 +176,7 @@ def build_model(
     readers: str = "",
     family: str = "qwen2",
     stacked: int = 0,
+    keys: int = 0,
 ) -> MLLM:
     """The same parameters in every call and on every rank. frozen: of "image encoder", "image", "audio", "backbone",
     and of "below" the backbone's last block: what stands before it, and all but the last block of the image's tower.
@@ -182,9 +185,10 @@ def build_model(
              directions.
     family:  of the backbone; of mixtures of experts with the loss of their routers.
     stacked: rows of an image that stand beside its own ones, and enter the backbone before further blocks.
+    keys:    rows of an image that are keys of the last block, of "mllama".
     """
     torch.manual_seed(3)
-    of_family = BACKBONES[family]
+    of_family = (BACKBONES | CROSS_BACKBONES)[family]
     config = of_family.config(
         vocab_size=VOCABULARY,
         hidden_size=DIM,
@@ -196,6 +200,7 @@ def build_model(
         attn_implementation=ATTENTION,
         **(MIXTURES[family] | BALANCED if family in MIXTURES else {}),
         **({"head_dim": 8, "sliding_window": 5} if family == "gemma2" else {}),
+        **(CROSSING | {"cross_attention_layers": [1]} if keys else {}),
     )
     encoders = _encoders(frozen, readers)
     merge = Scaled() if readers == "rows" else None
@@ -203,7 +208,9 @@ def build_model(
     again = {"image": (1,)} if readers == "sum" else {}
     both_ways = ("image",) if readers == "sum" else ()
     entering = {"again": again, "stacked": {"image": stacked} if stacked else {}}
+    entering |= {"keys": {"image": keys}} if keys else {}
     backbone = Backbone(causal_lm, train="backbone" not in frozen, merge=merge, bidirectional=both_ways, **entering)
+    open_gates(backbone)
     model = MLLM(encoders, backbone).to(dtype)
     keep_float64(model.encoders)
     if "below" in frozen:
@@ -214,6 +221,13 @@ def build_model(
         for block in backbone.blocks[:-1]:
             block.requires_grad_(False)
     return model
+
+
+def open_gates(backbone: Backbone) -> None:
+    """Give gates of layers that attend to images a value: zero hides what they let through."""
+    for name, parameter in backbone.named_parameters():
+        if name.endswith("_gate"):
+            nn.init.normal_(parameter)
 
 
 def draw_examples(
@@ -318,6 +332,7 @@ def reference_step(
         features: dict[str, list[Tensor]] = {phase: [] for phase in model.encoders}
         positions: dict[str, list[int]] = {phase: [] for phase in model.encoders}
         tokens, targets, item, starts = [], [], 0, []
+        num_seen: dict[int, int] = {}
         turns: dict[str, list[tuple[int, int]]] = {name: [] for name in model.generators}
         made: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in model.generators}
         positions |= {name: [] for name in model.generators}
@@ -341,11 +356,13 @@ def reference_step(
                     continue
                 with drawing(phase, _of_item(key, phase, len(features[phase]))):
                     rows = model.encoders[phase](values, torch.from_numpy(np.array(media.size))[None])
+                if phase in model.backbone.keys:
+                    num_seen[len(tokens)] = int(model.encoders[phase].grids(np.array(media.size)[None])[0, 0])
                 features[phase].append(rows)
                 positions[phase] += range(len(tokens), len(tokens) + len(rows))
                 ran.append(model.encoders[phase])
                 item += 1
-            tokens += [0] * len(rows)
+            tokens += [token if phase in model.backbone.keys else 0] * len(rows)
             targets += [False] * len(rows)
         starts.append(len(tokens))
         for phase, of_items in turns.items():
@@ -355,6 +372,7 @@ def reference_step(
             targets=torch.tensor(targets),
             offsets=torch.tensor([0, len(tokens)], dtype=torch.int32),
             feature_positions={phase: torch.tensor(places) for phase, places in positions.items() if places},
+            key_rows=torch.tensor([num_seen.get(place, 0) for place in range(len(tokens))]),
         )
         with drawing(BACKBONE, None if key is None else {BACKBONE: key}):
             taken = {phase: torch.cat(rows) for phase, rows in features.items() if rows}

@@ -8,6 +8,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import nn
+from transformers.models.mllama.configuration_mllama import MllamaVisionConfig
+from transformers.models.mllama.modeling_mllama import MllamaVisionModel
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
@@ -19,9 +21,11 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from motet.core.example import Media
+from motet.core.grid_positions import KEYS
 from motet.dispatch import LoadedExample
 from motet.models.attention import ATTENTION
 from motet.models.exact import keep_float64
+from motet.models.families.mllama import MllamaTower
 from motet.models.families.qwen2_5_vl import Qwen25VLEncoder, Qwen25VLTower
 from motet.models.families.qwen2_audio import Qwen2AudioTower
 from motet.models.families.qwen2_vl import Qwen2VLEncoder, Qwen2VLTower
@@ -30,6 +34,7 @@ from motet.models.families.registry import ENCODERS
 from motet.models.module import ModalityModule
 from motet.models.projector import ProjectorConfig, build_projector
 from motet.models.whole.merger import MergerProjector
+from motet.models.whole.mllama import KeyProjector
 from motet.models.whole.qwen3_vl import StackedMerger
 from motet.models.whole.tiles import Newlines, Tiles, anyres_counts
 from parity.tiny import DIM, QFORMER, RESAMPLER
@@ -71,6 +76,8 @@ READ = {
     "uneven read clip": ("qformer", 3),
 }
 """Towers whose rows queries read, so many of each item, or of each tile: patches of some stand for no whole query."""
+WIDE, NUM_KEYS = ("mllama",), 20
+"""Towers whose images become one wide row each, and of how many rows that is."""
 EVEN_TILES = Tiles(TILE, lambda sizes: sizes[:, 0] // TILE)
 STACKED = {"whole qwen3_vl": 1}
 """Rows of inner blocks that stand beside an image's own ones, as one wide row."""
@@ -114,6 +121,9 @@ def tower_module(family: str, frozen: Sequence[str], dropout: float = 0.0) -> Mo
             encoder, projector = Qwen25VLTower(model), MergerProjector(8, DIM, Qwen2_5_VLPatchMerger, merge=2)
         else:
             encoder = Qwen25VLEncoder(model)
+    elif family in WIDE:
+        encoder = mllama_tower()
+        projector = KeyProjector(encoder.output_dim, DIM, NUM_KEYS)
     elif family.endswith("qwen3_vl"):
         encoder, projector = qwen3_vl_tower(8, DIM, inner=[0] if family.startswith("whole") else None)
     else:
@@ -154,6 +164,26 @@ def raster_sizes(tiles: np.ndarray) -> np.ndarray:
     sizes[tiles.prod(axis=1) == 1] = 0
     sizes[(tiles == (1, 2)).all(axis=1)] = 2, 0, 0, 0
     return sizes
+
+
+def mllama_tower() -> MllamaTower:
+    """A tower on tiles of 2 x 2 patches, of which an image has up to four; an inner layer's rows go along."""
+    config = MllamaVisionConfig(
+        hidden_size=8, intermediate_size=12, attention_heads=2, num_hidden_layers=2, num_global_layers=1,
+        image_size=4, patch_size=2, intermediate_layers_indices=[0], max_num_tiles=4, vision_output_dim=16,
+        supported_aspect_ratios=[[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]],
+        attn_implementation=ATTENTION,
+    )  # fmt: skip
+    model = MllamaVisionModel(config)
+    for name, parameter in model.named_parameters():
+        if "gate" in name or name.endswith("class_embedding"):
+            nn.init.normal_(parameter)  # All zero, or of no scale, as they are made.
+    return MllamaTower(model)
+
+
+def arrangements(sizes: np.ndarray) -> np.ndarray:
+    """Rows and columns of tiles of images of so many rows and columns of something, int64 [n, 2]: of WIDE."""
+    return np.where(sizes.prod(axis=1, keepdims=True) > 4, 2, np.minimum(sizes, 3))
 
 
 def is_tiled(family: str) -> bool:
@@ -221,7 +251,7 @@ def with_patches(example: LoadedExample, seed: int, family: str) -> LoadedExampl
     Those of sound get clips of nine times as many frames.
     """
     rng = np.random.default_rng((seed, len(example.sequence.tokens)))
-    media = []
+    tower, media = mllama_tower() if family in WIDE else None, []
     for phase, item in zip(example.sequence.media, example.media, strict=True):
         size = 2 * item.size
         if family in SOUNDS:
@@ -232,9 +262,18 @@ def with_patches(example: LoadedExample, seed: int, family: str) -> LoadedExampl
             size = raster_sizes(item.size[None])[0]
         elif is_tiled(family):
             size = np.array([TILE * item.size[0], TILE])
+        elif family in WIDE and phase == "image":
+            size = arrangements(item.size[None])[0]
         num_rows = size.prod() + (Qwen2AudioTower.margin if family == "whole qwen2_audio" else 0)
         if family in RASTERS and phase == "image":
             num_rows = int(anyres_counts(size[None])[0]) * TILE**2
+        if family in WIDE and phase == "image":
+            num_rows *= tower.tile_patches
         values = rng.standard_normal((num_rows, ROW_DIM)).astype(np.float32)
         media.append(Media(values, size) if phase == phase_of(family) else item)
-    return replace(example, media=tuple(media))
+    if tower is None:
+        return replace(example, media=tuple(media))
+    # How many of an image's rows text sees; beside them items that are rows of the sequence.
+    num_seen = [int(tower.key_rows(item.size[None])[0]) if len(item.size) == 2 else 1 for item in media]
+    grids = np.array([[count, 1, 1, 1, KEYS] for count in num_seen], dtype=np.int64).reshape(-1, 5)
+    return LoadedExample(replace(example.sequence, grids=grids), tuple(media))

@@ -82,7 +82,7 @@ def cutting(times: StepTimes, model: ModelSpec, recompute: Mapping[str, int], el
             module.name: () if module.tile_rows else key_exchanges(model, recompute, element_bytes, module.name)
             for module in shareable
         },
-        read_by={module.name: module.read_by for module in shareable if module.read_by},
+        cut_rows={module.name: module.cut_rows for module in shareable},
         tile_rows={module.name: module.tile_rows for module in shareable if module.tile_rows},
     )
 

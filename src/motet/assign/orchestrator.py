@@ -36,7 +36,7 @@ from motet.balance.phases import Held, assign_apart, assign_backbone
 from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.assignment import Assignment
 from motet.core.cluster import Link
-from motet.core.cuts import ItemCuts
+from motet.core.cuts import CutRows, ItemCuts
 from motet.core.exchange import Communicator, Network
 from motet.core.nodes import RanksPerNode
 from motet.core.workload import BACKBONE, BatchLengths
@@ -68,7 +68,7 @@ class Decision:
                  None: all are whole.
     item_cuts:   encoder -> the same of its items, where some are shared.
     sharing:     encoder -> how many ranks, one after the other, share its items; left out: all ranks do.
-    read_by:     encoder -> as of `core.spec.Module`, of those whose rows queries read.
+    cut_rows:    encoder -> between which rows its items are cut; left out: those that they become.
     merges:      whether the rank with most of a sequence's rows merges it whole, by a merge of the user's own.
     lacking_bytes, fits_whole: as of `motet.balance.Choice`.
 
@@ -93,7 +93,7 @@ class Decision:
     cuts: ItemCuts | None = None
     item_cuts: Mapping[str, ItemCuts] = field(default_factory=dict)
     sharing: Mapping[str, int] = field(default_factory=dict)
-    read_by: Mapping[str, int] = field(default_factory=dict)
+    cut_rows: Mapping[str, CutRows] = field(default_factory=dict)
     merges: bool = False
     lacking_bytes: int = 0
     fits_whole: bool = True
@@ -336,7 +336,7 @@ class Orchestrator:
             self.communicator,
             cuts=cuts_in(choice.fragments),
             item_cuts={phase: cuts for phase, cut in choice.cut_items.items() if (cuts := cuts_in(cut)) is not None},
-            read_by=self.costs.times.read_by if isinstance(self.costs, StepCosts) else {},
+            cut_rows=self.costs.times.cut_rows if isinstance(self.costs, StepCosts) else {},
             merges=isinstance(self.costs, StepCosts) and self.costs.times.merges,
             lacking_bytes=choice.lacking_bytes,
             fits_whole=choice.fits_whole,

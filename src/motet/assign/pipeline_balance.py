@@ -33,7 +33,7 @@ from motet.assign.step import ModuleAssignment, StepAssignment
 from motet.balance import Cost, assign
 from motet.balance.costs import cost_of
 from motet.core.arrays import BoolArray, Int64Array
-from motet.core.cuts import ItemCuts, rows_between_cuts
+from motet.core.cuts import ItemCuts
 from motet.core.plan import Plan
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE, BatchLengths
@@ -110,7 +110,7 @@ def _with_cut_items(items: ModuleAssignment, module: Module, cut: Int64Array, wo
         own = inside[np.isin(items.example[inside], cut)]
         if work[own].max() * num <= FULLEST * work[inside].sum():
             continue
-        rows = rows_between_cuts(items.num_tokens[own], items.length[own], module.read_by)
+        rows = module.cut_rows.num_rows(items.num_tokens[own], items.length[own])
         shares = item_shares(work[own], rows, num, can_cut=True, tile_rows=module.tile_rows)
         replica[own] = shares.ranks
         position[inside] = positions_in(replica[inside].astype(np.int64), items.example[inside])

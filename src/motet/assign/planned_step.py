@@ -21,7 +21,7 @@ from motet.assign.whole_step import DecidedMicrobatch, DecidedStep
 from motet.balance import LengthWork, Packed, PhaseCosts, score
 from motet.core.arrays import Int64Array
 from motet.core.assignment import Assignment
-from motet.core.cuts import ItemCuts, rows_between_cuts
+from motet.core.cuts import ItemCuts
 from motet.core.plan import Plan
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE, BatchLengths
@@ -94,7 +94,7 @@ def _decided(
         cuts=item_cuts.pop(BACKBONE, None),
         item_cuts=item_cuts,
         sharing=sharing,
-        read_by={module.name: module.read_by for module in plan.model.modules if module.read_by},
+        cut_rows={module.name: module.cut_rows for module in plan.model.modules},
     )
     return DecidedMicrobatch(examples, lengths, decision)
 
@@ -112,7 +112,7 @@ def _assignment(
     for first in np.unique(ranks).tolist() if num_ranks > 1 else ():
         own = np.flatnonzero(ranks == first)
         here, tile_rows, num_groups = inside[own], module.tile_rows, num_ranks // cp
-        rows = rows_between_cuts(items.num_tokens[here], items.length[here], module.read_by)
+        rows = module.cut_rows.num_rows(items.num_tokens[here], items.length[here])
         shares = item_shares(work[own], rows, cp, can_cut=module.shareable, tile_rows=tile_rows, num_groups=num_groups)
         ranks[own] += shares.ranks
         if shares.cuts is not None:

@@ -23,28 +23,44 @@ from motet.schedule.passes import Presence
 class ItemParts:
     """Whole items and fragments of others, ascending by item, then by row: columns [num_parts].
 
-    item:     int64, of which it has rows.
-    replica:  int, that computes it.
-    first_row, num_rows: int64, of the item's rows in the backbone's sequence. num_tokens: int64, all of these.
-    is_cut:   bool, whether it is a fragment.
+    item:       int64, of which it has rows.
+    replica:    int, that computes it.
+    begin, end, units: int64, as of `ItemCuts`; a whole item is one unit.
+    num_tokens: int64, rows of the whole item in the backbone's sequence.
     """
 
     item: Int64Array
     replica: NDArray[np.integer]
-    first_row: Int64Array
-    num_rows: Int64Array
+    begin: Int64Array
+    end: Int64Array
+    units: Int64Array
     num_tokens: Int64Array
-    is_cut: BoolArray
+
+    @property
+    def is_cut(self) -> BoolArray:
+        """Whether it is a fragment, bool."""
+        return self.units > 1
+
+    @cached_property
+    def first_row(self) -> Int64Array:
+        """The first of its rows among those of the item in the backbone's sequence, int64."""
+        return self.begin * self.num_tokens // self.units
+
+    @cached_property
+    def num_rows(self) -> Int64Array:
+        """How many these are, int64."""
+        return self.end * self.num_tokens // self.units - self.first_row
 
     def rows_before(
-        self, chosen: Int64Array, num_before: Int64Array, read: Int64Array | None = None
+        self, chosen: Int64Array, num_before: Int64Array, read: Int64Array | None = None, num_parts: int = 1
     ) -> tuple[Int64Array, Int64Array]:
         """The rows that some parts have of a tensor before those of the sequence, as of `cuts.rows_behind`: the first,
         and behind the last, int64 [n] each. chosen: parts, int64 [n]. num_before: rows of their whole items, int64 [n].
-        read: of these, int64 [n], those that queries read; None: none do.
+        read: of these, int64 [n], those that queries read; None: none do. num_parts: as of `CutRows`.
         """
-        begin, whole = self.first_row[chosen], np.maximum(self.num_tokens[chosen], 1)
-        end, is_cut = begin + self.num_rows[chosen], self.is_cut[chosen]
+        units, is_cut, num_rows = self.units[chosen], self.is_cut[chosen], self.num_tokens[chosen] * num_parts
+        begin, end = (edge[chosen] * num_rows // units for edge in (self.begin, self.end))
+        whole = np.maximum(num_rows, 1)
         if read is not None:
             begin, end, whole = begin * read // whole, end * read // whole, np.maximum(read, 1)
         begin = np.where(is_cut, begin * num_before // whole, 0)
@@ -87,23 +103,22 @@ class ModuleAssignment:
     @cached_property
     def parts(self) -> ItemParts:
         """Its items, those that are cut in fragments."""
-        whole = np.arange(len(self.example))
-        if self.cuts is None:
-            none = np.zeros(len(whole), np.int64)
-            return ItemParts(whole, self.replica, none, self.num_tokens, self.num_tokens, none.astype(np.bool_))
-        cuts = self.cuts
-        whole = cuts.whole_among(whole)
-        item, first = np.concatenate([whole, cuts.item]), np.concatenate([np.zeros(len(whole), np.int64), cuts.begin])
-        order = np.lexsort((first, item))
-        num_rows = np.concatenate([self.num_tokens[whole], cuts.share_of(self.num_tokens)])[order]
-        before = np.cumsum(num_rows) - num_rows
+        cuts, whole = self.cuts, np.arange(len(self.example))
+        if cuts is not None:
+            whole = cuts.whole_among(whole)
+        one = np.ones(len(whole), np.int64)
+        parts = ItemParts(whole, self.replica[whole], one - 1, one, one, self.num_tokens[whole])
+        if cuts is None:
+            return parts
+        item, begin = np.concatenate([whole, cuts.item]), np.concatenate([parts.begin, cuts.begin])
+        order = np.lexsort((begin, item))
         return ItemParts(
             item[order],
-            np.concatenate([self.replica[whole], cuts.rank])[order],
-            before - before[np.searchsorted(item[order], item[order])],
-            num_rows,
+            np.concatenate([parts.replica, cuts.rank])[order],
+            begin[order],
+            np.concatenate([one, cuts.end])[order],
+            np.concatenate([one, cuts.units])[order],
             self.num_tokens[item[order]],
-            np.repeat([False, True], [len(whole), len(cuts.item)])[order],
         )
 
     def take(self, items: Int64Array) -> ModuleAssignment:

@@ -16,7 +16,7 @@ from motet.balance.item_bytes import ItemBytes
 from motet.balance.phases import KeyExchange, Phase
 from motet.core.arrays import Int64Array
 from motet.core.cluster import Link
-from motet.core.cuts import rows_between_cuts
+from motet.core.cuts import CutRows
 from motet.core.errors import ArgumentError
 from motet.core.exchange import Network
 from motet.core.nodes import RanksPerNode
@@ -143,7 +143,7 @@ class StepTimes:
     keys:        what ranks that share a sequence exchange; (): sequences stay whole. media_bytes: of the rows of an
                  image that a sequence attends to beside itself; 0: of none.
     item_keys:   encoder -> the same of its items; those of other encoders stay whole.
-    read_by:     encoder -> as of `core.spec.Module`, of those whose rows queries read.
+    cut_rows:    encoder -> between which rows its items can be cut; left out: those that they become.
     tile_rows:   encoder -> as of `Phase`, of those whose items can be cut between tiles alone.
     merges:      whether the rank with most of a sequence's rows merges it whole, and gives others theirs.
     again:       encoders whose rows enter the backbone again behind a merge: they move to their places from there.
@@ -165,7 +165,7 @@ class StepTimes:
     media_bytes: int = 0
     row_bytes: Mapping[str, int] = field(default_factory=dict)
     item_keys: Mapping[str, tuple[KeyExchange, ...]] = field(default_factory=dict)
-    read_by: Mapping[str, int] = field(default_factory=dict)
+    cut_rows: Mapping[str, CutRows] = field(default_factory=dict)
     tile_rows: Mapping[str, int] = field(default_factory=dict)
     merges: bool = False
     again: tuple[str, ...] = ()
@@ -251,7 +251,7 @@ class StepCosts(PhaseCosts):
         def phase(name: str) -> Phase:
             items, rows = lengths.of(name), None
             if keys.get(name) or name in self.times.tile_rows:
-                rows = rows_between_cuts(items.num_tokens, items.length, self.times.read_by.get(name, 0))
+                rows = self.times.cut_rows.get(name, CutRows()).num_rows(items.num_tokens, items.length)
             return Phase(
                 name,
                 weights[name],

@@ -143,6 +143,18 @@ class AttentionTable:
             raise ArgumentError(f"keys lacks one that row {row} of the pack sees; `seen` has those that are needed.")
         return table
 
+    def within(self, first: int, stop: int) -> AttentionTable:
+        """Of whole documents in the rows first ... stop - 1, renumbered from 0. Errors: as of `of`.
+
+        Example:
+            >>> AttentionTable.packed([2, 3], causal=False).within(2, 5).end.tolist()
+            [[3, 3, 3]]
+        """
+        table = self.of(np.arange(first, stop), np.arange(first, stop))
+        kept = None if table.kept is None else table.kept - first
+        places = (table.rows - first, table.keys - first, table.document - first)
+        return AttentionTable(table.start, table.end, *places, kept)
+
     def windowed(self, window: int | None) -> AttentionTable:
         """Without the keys that stand `window` places or more before their row, also those of its own image (Gemma 3).
 

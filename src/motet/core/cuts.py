@@ -32,17 +32,37 @@ def rows_behind(num_rows: int, num_before: int) -> Int64Array:
     return np.diff(stops)
 
 
-def rows_between_cuts(num_tokens: Int64Array, lengths: Int64Array, read_by: int) -> Int64Array:
-    """How many rows each item has between which ranks can share it, int64 [num_items]: those that it becomes.
+@dataclass(frozen=True)
+class CutRows:
+    """Between which rows ranks can share the items of a module.
 
-    One where queries read fewer rows than it becomes: a rank could have some of its queries, and none of its rows.
-    lengths: int64 [num_items]. read_by: as of `core.spec.Module`.
+    read_by: the length of an item that makes one of the rows that queries read; 0: none do.
+    parts:   of each row that an item becomes, if rows stand side by side in it, which ranks can have some of.
 
     Example:
-        >>> rows_between_cuts(np.array([8, 8]), np.array([40, 12]), read_by=2).tolist()
+        Of images that become 8 rows, which are made of 40 patches and of 12; and one that becomes a row of 5 rows:
+        >>> CutRows(read_by=2).num_rows(np.array([8, 8]), np.array([40, 12])).tolist()
         [8, 1]
+        >>> CutRows(parts=5).num_rows(np.array([1]), np.array([20])).tolist()
+        [5]
     """
-    return np.where(lengths // read_by >= num_tokens, num_tokens, 1) if read_by else num_tokens
+
+    read_by: int = 0
+    parts: int = 1
+
+    def num_rows(self, num_tokens: Int64Array, lengths: Int64Array) -> Int64Array:
+        """How many rows each item has between which ranks can share it, int64 [num_items]: those that it becomes.
+
+        One where queries read fewer rows than it becomes: a rank could have some of its queries, and none of its rows.
+        num_tokens, lengths: int64 [num_items].
+        """
+        if self.read_by:
+            return np.where(lengths // self.read_by >= num_tokens, num_tokens, 1)
+        return num_tokens * self.parts
+
+    def read(self, lengths: Int64Array) -> Int64Array | None:
+        """How many rows of each item queries read, int64 [num_items]; None: none do."""
+        return lengths // self.read_by if self.read_by else None
 
 
 def shares_between(amounts: Int64Array, begin: Int64Array, end: Int64Array, units: Int64Array) -> Int64Array:

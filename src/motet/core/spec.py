@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import Field
 
 from motet.core.arrays import Int64Array
+from motet.core.cuts import CutRows
 from motet.core.errors import ArgumentError
 from motet.core.limits import Count, NumLayers, Parameters
 from motet.core.workload import BACKBONE
@@ -311,6 +312,7 @@ class Module:
     shareable: ranks can share an item: where its rows meet, in attention or elsewhere, they get those of each other.
     tile_rows: rows behind it of each tile of an item, if that is made of equal tiles, which do not see each other: then
                ranks share an item between its tiles alone, and exchange nothing; 0: between any rows.
+    token_parts: rows that stand side by side in each row that an item becomes, so that ranks can share one of these.
     carried_rows: of a generator, rows of each item that go from stage to stage beside those of the layer behind which
                it is cut: of its condition where the layer has none of these, and of what steers blocks.
     carried_divisor: of a generator, a row goes along for so many of an item's length: latents, of which the last stage
@@ -328,16 +330,23 @@ class Module:
     padded: bool = False
     shareable: bool = False
     tile_rows: Count = 0
+    token_parts: Count = 1
     carried_rows: Count = 0
     carried_divisor: Count = 0
 
     @classmethod
     def of(
-        cls, name: str, layers: Iterable[Layer], padded: bool = False, shareable: bool = False, tile_rows: int = 0
+        cls,
+        name: str,
+        layers: Iterable[Layer],
+        padded: bool = False,
+        shareable: bool = False,
+        tile_rows: int = 0,
+        token_parts: int = 1,
     ) -> Module:
         """The module with these layers, in execution order. Equal neighbours become one stack."""
         stacks = tuple(Stack(layer, len(list(equal))) for layer, equal in groupby(layers))
-        return cls(name, stacks, padded, shareable, tile_rows)
+        return cls(name, stacks, padded, shareable, tile_rows, token_parts)
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -404,10 +413,10 @@ class Module:
         return next((layer for layer in layers if layer.attention is not None and layer.attention.queries), None)
 
     @cached_property
-    def read_by(self) -> int:
-        """The length of an item that makes one of the rows that queries read; 0 where none do."""
+    def cut_rows(self) -> CutRows:
+        """Between which rows ranks can share its items."""
         keys = next(filter(None, map(self.keys_of, range(len(self.blocks)))), None)
-        return 0 if keys is None else keys.divisor
+        return CutRows(0 if keys is None else keys.divisor, self.token_parts)
 
     def sent_index(self, stop: int) -> int:
         """The index of the layer whose output goes on where a pipeline cuts behind the block stop - 1: the last one of

@@ -14,6 +14,7 @@ from motet.assign.context_rows import num_rows_here
 from motet.assign.rows import Dealing, SentRows, edge_rows, num_given_here
 from motet.assign.step import ModuleAssignment, StepAssignment, joined
 from motet.core.arrays import Int64Array
+from motet.core.cuts import CutRows
 from motet.core.item_segments import ItemSegments
 from motet.core.spec import Layer, Module
 from motet.core.workload import BACKBONE
@@ -132,22 +133,22 @@ def _num_rows(
     segments, of = items.segments, parts.item[computed]
     rows = layer.rows(items.length[of]) if segments is None else segments.summed(layer.rows(segments.length))[of]
     if items.cuts is not None and not module.tile_rows:
-        rows = _rows_of_parts(layer, module.read_by, items, computed)
+        rows = _rows_of_parts(layer, module.cut_rows, items, computed)
     elif items.cuts is not None:
         rows = rows * parts.num_rows[computed] // np.maximum(items.num_tokens[of], 1)
     is_padded = module.padded and module.keys_of(stop) is None and not is_shared
     return int(rows.max(initial=0)) * len(rows) if is_padded else int(rows.sum())
 
 
-def _rows_of_parts(layer: Layer, read_by: int, items: ModuleAssignment, computed: Int64Array) -> Int64Array:
+def _rows_of_parts(layer: Layer, cut_rows: CutRows, items: ModuleAssignment, computed: Int64Array) -> Int64Array:
     """Rows of parts of items in a layer, int64 [n]. Of class rows, the rank has them that has the first row behind.
-    read_by: of the module.
+    cut_rows: of the module.
     """
     plain, of = replace(layer, extra_rows=0), items.parts.item[computed]
     segments = items.segments or ItemSegments.whole(items.length)
     lengths = plain.rows(segments.length)
-    read = items.length[of] // read_by if read_by else None
-    begin, stop = items.parts.rows_before(computed, segments.summed(lengths)[of], read)
+    num_before, read = segments.summed(lengths)[of], cut_rows.read(items.length[of])
+    begin, stop = items.parts.rows_before(computed, num_before, read, cut_rows.parts)
     firsts = np.cumsum(lengths) - lengths
     before = np.cumsum(segments.counts) - segments.counts  # Segments of the items before.
     starts = np.append(firsts, 0)[before[of]]  # Of each part's item.

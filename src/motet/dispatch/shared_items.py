@@ -17,7 +17,7 @@ import torch.distributed as dist
 from motet.assign.orchestrator import Decision
 from motet.core.arrays import Int64Array
 from motet.core.context_rows import ContextRows
-from motet.core.cuts import rows_behind
+from motet.core.cuts import CutRows, rows_behind
 from motet.core.workload import ItemLengths
 
 
@@ -25,11 +25,13 @@ from motet.core.workload import ItemLengths
 class SharedItems:
     """The rows of one rank, of items of an encoder that it has whole, and then of those that it shares.
 
-    outputs:   which rank of the group has which of the rows that the items become. rows: the same in a tensor before
-               these; at first, of as many rows as the items are long.
+    outputs:   which rank of the group has which of the rows that the items become, or of those side by side in these
+               (`CutRows.parts`). rows: the same in a tensor before these; at first, of as many rows as the items are
+               long.
     rank:      which of the ranks this one is.
     num_whole: the first items, of which this rank has all rows.
-    num_rows_out: rows that come out of the encoder and its projector for this rank.
+    num_rows_out: rows that come out of the encoder and its projector for this rank. One of several side by side is
+               that rank's that has the last of these.
     group:     the ranks that share items. sent: what `count_bytes` has been told.
     read:      int64 [num_items], rows of each item that queries read: those that the item becomes. With each go equally
                many of them, or about, and with each of these as many of tensors before; None: no queries do.
@@ -117,9 +119,12 @@ def shared_items(decision: Decision, phase: str, items: ItemLengths, rank: int) 
     if cuts is None or not (cuts.rank // num_ranks * num_ranks == first).any():
         return None
     own, num_whole = decision.items_on(phase, rank), len(decision.whole_items_on(phase, rank))
-    owners = [np.full(items.num_tokens[own[:num_whole]].sum(), rank, dtype=np.int32)]
-    owners += [cuts.run_owner(item, int(items.num_tokens[item])) for item in own[num_whole:].tolist()]
-    outputs = ContextRows(items.num_tokens[own], np.concatenate(owners) - first, num_ranks)
-    num_rows_out, lengths = len(outputs.rows[rank - first]), items.length[own]
-    read = lengths // decision.read_by[phase] if phase in decision.read_by else None
-    return SharedItems(outputs, outputs, rank - first, num_whole, num_rows_out, read=read).with_rows(lengths)
+    cut_rows, num_tokens, lengths = decision.cut_rows.get(phase, CutRows()), items.num_tokens[own], items.length[own]
+    num_rows = num_tokens * cut_rows.parts
+    owners = [np.full(num_rows[:num_whole].sum(), rank, dtype=np.int32)]
+    of_cut = zip(own[num_whole:].tolist(), num_rows[num_whole:].tolist(), strict=True)
+    owners += [cuts.run_owner(item, count) for item, count in of_cut]
+    outputs = ContextRows(num_rows, np.concatenate(owners) - first, num_ranks)
+    shared = SharedItems(outputs, outputs, rank - first, num_whole, 0, read=cut_rows.read(lengths))
+    num_rows_out = len(shared.with_rows(num_tokens).own)
+    return replace(shared, num_rows_out=num_rows_out).with_rows(lengths)

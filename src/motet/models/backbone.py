@@ -499,6 +499,8 @@ class Backbone(nn.Module):
         whole = sequences if context is None else context.whole
         for name, num_rows in self.keys.items():
             rows = features.get(name, hidden.new_zeros(0, self.row_width(name))).to(hidden.dtype)
+            if context is not None and name in (context.trained or ()) and torch.is_grad_enabled():
+                rows.requires_grad_()  # Ranks meet in backward, too, also one that no row has come to.
             places = places_of(name, rows, on_host(sequences)) if context is None else whole.feature_positions[name]
             places = places.cpu().numpy()
             num_seen = whole.key_rows[places].numpy() if len(places) else places  # None where there is no item.

@@ -192,6 +192,7 @@ class ContextItems:
     together: rows that see each other in both directions, as of `AttentionTable.packed`; all others are causal.
     causal:   False: all rows of a document, or of an encoder's item, see each other.
     prefix:   as of `AttentionTable.packed`.
+    table:    who sees whom of all rows, in place of these; None: as they say.
     head_groups: groups of heads whose keys and values go one after the other; not under Ulysses.
 
     Example:
@@ -209,20 +210,26 @@ class ContextItems:
         *,
         causal: bool = True,
         prefix: bool = False,
+        table: AttentionTable | None = None,
         head_groups: int = 1,
     ) -> None:
         self.causal, self._prefix, self._head_groups = causal, prefix, head_groups
         self._share, self._rows, self._rank = share, share.rows.after(share.num_whole), share.rank
         self._together = np.asarray(together, dtype=np.int64).reshape(-1, 2)
-        lengths = share.rows.lengths[: share.num_whole]
+        lengths, self._given = share.rows.lengths[: share.num_whole], table
         self._num_whole = int(lengths.sum())
         of_whole = self._together[:, 1] <= self._num_whole
         self._whole: PackedItems | TableItems = PackedItems.from_lengths(lengths, causal=causal)
-        if of_whole.any():
+        if table is not None:
+            self._whole = TableItems(table.within(0, self._num_whole), causal)
+        elif of_whole.any():
             self._whole = TableItems(AttentionTable.packed(lengths, causal, self._together[of_whole], prefix), causal)
         self._joined: dict[int | None, TableItems] = {}
         of_shared = self._together[~of_whole] - self._num_whole
-        self._table = AttentionTable.packed(self._rows.lengths, causal, of_shared, prefix)
+        if table is not None:
+            self._table = table.within(self._num_whole, table.num_rows)
+        else:
+            self._table = AttentionTable.packed(self._rows.lengths, causal, of_shared, prefix)
         self._methods: dict[tuple[int, int, int | None], str] = {}
         self._wanted_rows: dict[int | None, list[Int64Array]] = {}
         self._keys: dict[tuple[int | None, bool, torch.device], tuple[TableItems, RowCopies]] = {}
@@ -283,7 +290,7 @@ class ContextItems:
         if window not in self._joined:
             every = self._share.rows
             wanted = self._wanted(window, everything=False)[self._rank]
-            table = AttentionTable.packed(every.lengths, self.causal, self._together, self._prefix)
+            table = self._given or AttentionTable.packed(every.lengths, self.causal, self._together, self._prefix)
             seen_here = table.windowed(window).of(
                 every.rows[self._rank], np.append(np.arange(num_whole), num_whole + wanted)
             )

@@ -145,7 +145,8 @@ class ModalityModule(ModuleSizes, nn.Module):
     def spec_module(self, name: str) -> Module:
         """The module's part of a ModelSpec."""
         layers = (each.layer for each in self.layers())
-        return Module.of(name, layers, self.cost == "padded", self.can_share, self.tile_rows)
+        parts = getattr(self.projector, "token_parts", 1)
+        return Module.of(name, layers, self.cost == "padded", self.can_share, self.tile_rows, parts)
 
     def __call__(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """As `forward`."""

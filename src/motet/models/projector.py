@@ -126,12 +126,16 @@ class Projector(nn.Module):
         return "pool" if self.pools else "downsample"
 
     shareable = True
-    """Whether ranks can project parts of an item, with `rows_for` and `forward(..., own)` where `joins`."""
+    """Whether ranks can project parts of an item, with `of_each`, `rows_for` and `forward(..., own)` where `joins`."""
 
     @property
     def joins(self) -> bool:
         """Whether several rows become one."""
         return self.downsample > 1
+
+    def of_each(self, rows: Tensor) -> Tensor:
+        """What is made of each row by itself before others join it: nothing."""
+        return rows
 
     def rows_for(self, extents: Int64Array, own: Int64Array) -> Int64Array:
         """The rows, among all of the items, of which some output rows are made, ascending, int64. own: these, int64."""

@@ -118,7 +118,7 @@ class SharedPath:
             encoded = here.shared.with_rows(sums(item_rows(extents), here.counts))
             made = here.made.rows.rows
             # Of rows that become one, ranks may have some each.
-            rows = rows_wanted(rows, encoded, lambda rank: projector.rows_for(extents, made[rank]))
+            rows = rows_wanted(projector.of_each(rows), encoded, lambda rank: projector.rows_for(extents, made[rank]))
             rows = projector(rows, extents, made[self._shared.rank])
         else:
             rows = projector(rows, np.array([len(rows)]))

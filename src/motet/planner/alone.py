@@ -15,7 +15,6 @@ import numpy as np
 from motet.assign.item_shares import FULLEST
 from motet.core.arrays import BoolArray, Float64Array
 from motet.core.context_rows import exchanged_heads
-from motet.core.cuts import rows_between_cuts
 from motet.core.plan import Plan, Unit
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE, BatchLengths
@@ -150,17 +149,19 @@ class _Rows:
     def taken_in(self, name: str, stage: PlannedStage) -> Float64Array:
         """Rows of an encoder that the rank takes in which takes in most of them, [num_examples].
 
-        Data parallelism takes rows to the ranks of their places, or all to the one that merges their sequence.
+        Data parallelism takes rows to the ranks of their places, or all to the one that merges their sequence. A row of
+        several side by side is on one rank.
         """
         plan, items, num_sharing = self._plan, self._lengths.of(name), self._num_sharing(BACKBONE, stage)
         rows = items.num_tokens.astype(np.float64)
         every = np.bincount(items.example, rows, self._lengths.num_examples).astype(np.float64)
-        if plan.schedule == "data_parallel":
+        is_whole, longest = plan.model.module(name).token_parts > 1, np.zeros(len(every))
+        if plan.schedule == "data_parallel" and not is_whole:
             return every if plan.model.merges else every / num_sharing
-        if stage.unit.cp == 1 and not cuts_beside_sequences(plan, name):
+        if plan.schedule != "data_parallel" and stage.unit.cp == 1 and not cuts_beside_sequences(plan, name):
             return every
-        is_here, longest = name in on_backbone_ranks(plan), np.zeros(len(every))
-        own = self._fragment(name, rows, self._num_sharing(name, stage)) if is_here else rows
+        is_cut = name in on_backbone_ranks(plan) and not is_whole
+        own = self._fragment(name, rows, self._num_sharing(name, stage)) if is_cut else rows
         np.maximum.at(longest, items.example, own)
         return np.maximum(longest, every / num_sharing)
 
@@ -171,7 +172,7 @@ class _Rows:
         module, items = self._plan.model.module(name), self._lengths.of(name)
         tile_rows, tokens = module.tile_rows, items.num_tokens
         if not tile_rows:
-            most = np.maximum(rows_between_cuts(tokens, items.length, module.read_by), 1)
+            most = np.maximum(module.cut_rows.num_rows(tokens, items.length), 1)
             return rows / np.minimum(num_ranks, most)
         tiles = np.maximum(tokens // tile_rows, 1)
         return rows * np.ceil(tiles / num_ranks) / tiles

@@ -107,7 +107,7 @@ class ChosenPlan:
             )
 
         for theirs, ours in zip(model.modules, spec.modules, strict=True):
-            can_be = ours.shareable and ours.tile_rows == theirs.tile_rows
+            can_be = ours.shareable and (ours.tile_rows, ours.token_parts) == (theirs.tile_rows, theirs.token_parts)
             is_shared = self.plan.unit_of(theirs.name).cp > 1 or cuts_beside_sequences(self.plan, theirs.name)
             if theirs.shareable and not can_be and is_shared:
                 raise UserError(
@@ -125,7 +125,7 @@ class ChosenPlan:
 
 def _unshared(spec: ModelSpec) -> ModelSpec:
     """The model as if ranks could share the items of no module, nor had sequences merged whole."""
-    whole = (replace(module, shareable=False, tile_rows=0) for module in spec.modules)
+    whole = (replace(module, shareable=False, tile_rows=0, token_parts=1) for module in spec.modules)
     return replace(spec, modules=tuple(whole), merges=False)
 
 

@@ -19,6 +19,7 @@ from motet.train.planned_job import ChosenPlan, impossible_cut
 from parity.planned import DIM, build_hf_model
 from parity.planned_parts import Tiles
 from parity.tiny import QFORMER, Halves, ToyEncoder
+from parity.towers import NUM_KEYS
 
 LLM = {"backbone": 3}
 
@@ -131,16 +132,19 @@ def test_items_that_ranks_share_in_the_plan_alone_are_refused_where_they_would(p
         chosen.check_model(other)
 
 
-@pytest.mark.parametrize("tile_rows", [0, 9])
-def test_tiles_of_another_size_than_the_model_has_are_refused_where_ranks_share_them(tile_rows):
-    model = model_spec(build_hf_model(parts=("tiled",)))
-    assert (model.module("image").shareable, model.module("image").tile_rows) == (True, 4)
-    of_plan = [replace(each, tile_rows=tile_rows) if each.tile_rows else each for each in model.modules]
+@pytest.mark.parametrize(
+    ("part", "other"), [("tiled", {"tile_rows": 0}), ("tiled", {"tile_rows": 9}), ("keys", {"token_parts": 1})]
+)
+def test_items_that_are_cut_otherwise_than_the_model_does_are_refused_where_ranks_share_them(part, other):
+    model = model_spec(build_hf_model(parts=(part,)))
+    image = model.module("image")
+    assert image.shareable and (image.tile_rows, image.token_parts) == {"tiled": (4, 1), "keys": (0, NUM_KEYS)}[part]
+    of_plan = [replace(each, **other) if each is image else each for each in model.modules]
     unit = Unit("all", ({"image": 3, "audio": 2, **LLM},), cp=2)
     plan = Plan(replace(model, modules=tuple(of_plan)), cluster("h100", 1, 2), (unit,), 2)
     with pytest.raises(UserError, match="ranks share items of image, which cannot be"):
         ChosenPlan(plan, Path("plan.json"), lambda _: "REPLAN").check_model(model)
-    unshared = [replace(each, shareable=False, tile_rows=0) for each in model.modules]
+    unshared = [replace(each, shareable=False, tile_rows=0, token_parts=1) for each in model.modules]
     plan = replace(plan, model=replace(model, modules=tuple(unshared)))
     ChosenPlan(plan, Path("plan.json"), lambda _: "REPLAN").check_model(model)
 

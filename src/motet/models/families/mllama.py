@@ -8,6 +8,7 @@ its own tiles alone. So do rows of zeros that fill each tile up to a multiple of
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +23,20 @@ from motet.core.attention_table import AttentionTable
 from motet.core.shapes import Transformer, final_norm, patches
 from motet.core.spec import Layer
 from motet.dropout import some_rows
+from motet.models.context_items import ContextItems, SharedItemRows
 from motet.models.contract import ImageRows
-from motet.models.families.patches import embed_patches, sent_width
+from motet.models.families.patches import (
+    add_class_rows,
+    embed_patches,
+    rows_here,
+    sent_width,
+    without_class_rows,
+    zero_image,
+)
 from motet.models.families.text import TextModel
 from motet.models.key_items import KeyItems
 from motet.models.layers import LayerModules, any_trainable
+from motet.models.row_copies import rows_wanted
 from motet.models.table_items import TableItems
 from motet.on_device import on_device
 
@@ -38,8 +48,10 @@ class MllamaTower(nn.Module):
     """The tower: local layers, then gated ones, which transformers calls global. Both attend over the whole image.
 
     Rows are patches (channel, y, x) of an image's own tiles, tile by tile; sizes are (rows, columns) of tiles. The rows
-    of an item are, in its layers, those of all tiles, each a class row and patches, and then those that fill tiles up.
+    of an item are, in its layers, those that fill tiles up, and then those of all tiles, each a class row and patches.
     A row that comes out is one of the last layer, beside it those of inner local ones.
+    class_rows: rows that fill up the tiles of an image. Of one that ranks share, the rank with its first row has them.
+    shared:     the rows that are here, without those that fill tiles up, where ranks share images.
     """
 
     def __init__(self, model: MllamaVisionModel) -> None:
@@ -54,7 +66,7 @@ class MllamaTower(nn.Module):
         self.takes = ImageRows(config.patch_size, channels=config.num_channels)
         self.tile_patches = (config.image_size // config.patch_size) ** 2
         self.num_rows = self.num_tiles * (1 + self.tile_patches)
-        self._num_filled = self.num_tiles * (-(1 + self.tile_patches) % _MULTIPLE)
+        self.class_rows = self.num_tiles * (-(1 + self.tile_patches) % _MULTIPLE)
         self._number = {tuple(sides): 1 + number for number, sides in enumerate(config.supported_aspect_ratios)}
 
     @property
@@ -66,12 +78,12 @@ class MllamaTower(nn.Module):
         return sizes.prod(axis=1) * self.tile_patches
 
     def lengths(self, sizes: Int64Array) -> Int64Array:
-        """Rows of each image in the layers, int64 [num_images]: all the same."""
-        return np.full(len(sizes), self.num_rows + self._num_filled, dtype=np.int64)
+        """Rows of all tiles of each image, int64 [num_images]: all the same."""
+        return np.full(len(sizes), self.num_rows, dtype=np.int64)
 
     def num_outputs(self, sizes: Int64Array) -> Int64Array:
         """Rows that come out for each image, int64 [num_images]: of all tiles."""
-        return np.full(len(sizes), self.num_rows, dtype=np.int64)
+        return self.lengths(sizes)
 
     def key_rows(self, sizes: Int64Array) -> Int64Array:
         """How many of its rows the text behind an image sees: those of its own tiles, int64 [num_images]."""
@@ -96,7 +108,7 @@ class MllamaTower(nn.Module):
         described = [LayerModules(stem, (model.patch_embedding, model.layernorm_pre, *tables))]
         for number, block in enumerate(self.blocks):
             sent = sent_width(self.width, self.inner, number)
-            layer = shape.layer(trainable=any_trainable(block))
+            layer = shape.layer(extra_rows=self.class_rows, trainable=any_trainable(block))
             if block.is_gated:  # Each gate keeps what it multiplies.
                 layer = replace(
                     layer, parameters=layer.parameters + 2, activation_width=layer.activation_width + 2 * self.width
@@ -108,69 +120,113 @@ class MllamaTower(nn.Module):
         return described
 
     def _behind_local(self, width: int, norm: nn.Module, tiles: nn.Module) -> Layer:
-        layer = final_norm(self.width, trainable=any_trainable(norm, tiles))
+        layer = final_norm(self.width, extra_rows=self.class_rows, trainable=any_trainable(norm, tiles))
         added = sum(each.numel() for each in tiles.parameters())
         return replace(layer, parameters=layer.parameters + added, output_width=width)
 
-    def forward(self, values: Tensor, sizes: Tensor) -> Tensor:
-        return self.leave(self.through(self.enter(values, sizes), sizes, 0, len(self.blocks)), sizes)
+    def spare(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """An image of zeros, of as few tiles as there can be."""
+        sizes = torch.tensor([min(self._number, key=math.prod)])
+        values, _ = zero_image(values, self.model.patch_embedding)
+        return values.new_zeros(int(self.num_inputs(sizes.numpy())[0]), values.shape[1]), sizes
 
-    def enter(self, values: Tensor, sizes: Tensor) -> Tensor:
-        """The rows of all tiles with their places, and zeros behind them, [num_images * lengths, width]."""
-        model, shape = self.model, (len(sizes), self.num_tiles)
-        own = on_device(self._own_patches(sizes.numpy()), values.device)
+    def forward(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
+        hidden = self.through(self.enter(values, sizes, shared), sizes, 0, len(self.blocks), shared)
+        return self.leave(hidden, sizes, shared)
+
+    def enter(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
+        """The rows of all tiles with their places, and zeros before them, [num_images * (class_rows + num_rows),
+        width]. shared: of these rows those that are here; it is a collective.
+        """
+        model, counts, own = self.model, self.lengths(sizes.numpy()), self._own_patches(sizes.numpy())
+        if shared is not None:
+            values, places = self._patches_here(values, own, shared.with_rows(self.num_inputs(sizes.numpy())), shared)
         patches = embed_patches(model.patch_embedding, values)
         tiles = patches.new_zeros(len(sizes) * self.num_tiles * self.tile_patches, self.width)
-        tiles = tiles.index_copy(0, own, patches).unflatten(0, (*shape, self.tile_patches))
-        numbers = self._numbers(sizes, values.device)
-        tiles = model.pre_tile_positional_embedding(tiles, numbers)
-        tiles = model.apply_class_embedding(tiles.flatten(0, 1)).unflatten(0, shape)
-        rows = model.layernorm_pre(model.gated_positional_embedding(tiles, numbers)).flatten(1, 2)
-        return torch.cat([rows, rows.new_zeros(len(sizes), self._num_filled, self.width)], dim=1).flatten(0, 1)
+        if shared is None:
+            rows = self._placed(tiles.index_copy(0, on_device(own, values.device), patches), sizes)
+        else:
+            rows = rows_here(self._placed(tiles, sizes), shared).index_add(0, on_device(places, values.device), patches)
+        filling = rows.new_zeros(self.class_rows, self.width)
+        return add_class_rows(model.layernorm_pre(rows), filling, counts, shared)
 
     def _own_patches(self, sizes: Int64Array) -> Int64Array:
         """Where the patches of the images' own tiles stand among those of all tiles, int64 [sum(num_inputs)]."""
         counts, most = self.num_inputs(sizes), self.num_tiles * self.tile_patches
         return np.flatnonzero(np.arange(most) < counts[:, None])
 
+    def _patches_here(
+        self, values: Tensor, own: Int64Array, patches: SharedItemRows, shared: SharedItemRows
+    ) -> tuple[Tensor, Int64Array]:
+        """The patches whose rows are here, and where these stand among the rows that are here. A collective: patches
+        are of an image's own tiles alone, so that ranks have read others.
+
+        values: those that this rank has read, as `patches` says. own: as of `_own_patches`.
+        """
+        rows = own + own // self.tile_patches + 1  # Before those of each tile stands its class row.
+        wanted = [np.flatnonzero(shared.rows.owner[rows] == rank) for rank in range(shared.rows.num_ranks)]
+        values = rows_wanted(values, patches, wanted.__getitem__)
+        return values, np.searchsorted(shared.own, rows[wanted[shared.rank]])
+
+    def _placed(self, tiles: Tensor, sizes: Tensor) -> Tensor:
+        """Patches of all tiles, [n, width] -> rows of all tiles, with class rows and places, [num_images * num_rows,
+        width].
+        """
+        model, numbers = self.model, self._numbers(sizes, tiles.device)
+        tiles = tiles.unflatten(0, (len(sizes), self.num_tiles, self.tile_patches))
+        tiles = model.pre_tile_positional_embedding(tiles, numbers)
+        tiles = model.apply_class_embedding(tiles.flatten(0, 1)).unflatten(0, (len(sizes), self.num_tiles))
+        return model.gated_positional_embedding(tiles, numbers).flatten(0, 2)
+
     def _numbers(self, sizes: Tensor, device: torch.device) -> Tensor:
         """The number of each image's arrangement of tiles, int64 [num_images]: 0 would be none."""
         numbers = [self._number[rows, columns] for rows, columns in sizes.tolist()]
         return on_device(torch.tensor(numbers, dtype=torch.int64), device)
 
-    def through(self, hidden: Tensor, sizes: Tensor, first: int, stop: int) -> Tensor:
+    def through(
+        self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedItemRows | None = None
+    ) -> Tensor:
         """The blocks first ... stop - 1. hidden: wide rows, with those of inner blocks so far."""
         hidden, *inner = hidden.split(self.width, dim=1)
-        segments = self._segments(sizes.numpy())
+        here = None if shared is None else shared.with_class_rows(self.class_rows)
+        segments = self._segments(sizes.numpy(), here)
         for number, block in enumerate(self.blocks[first:stop], first):
             hidden = block(hidden[None], segments)[0]
             inner += [hidden] * self.inner.count(number)
             if number == self.num_local - 1:
-                hidden = self._between(hidden, self._numbers(sizes, hidden.device))
+                hidden = self._between(hidden, sizes, here)
         return torch.cat([hidden, *inner], dim=1)
 
-    def _segments(self, sizes: Int64Array) -> TableItems:
-        """Who sees whom of an image's rows: its own tiles' rows see all, and all others see these."""
-        length, own = self.num_rows + self._num_filled, self.key_rows(sizes)
-        rows = np.arange(len(sizes) * length)
-        begin = rows - rows % length
-        sees_all = np.arange(length) < own[:, None]
-        end = begin + np.where(sees_all, length, own[:, None]).reshape(-1)
-        return TableItems(AttentionTable(begin[None], end[None], rows, rows, begin), causal=False)
+    def _segments(self, sizes: Int64Array, here: SharedItemRows | None) -> TableItems | ContextItems:
+        """Who sees whom of an image's rows: its own tiles' rows see all, and all others see these.
 
-    def _between(self, hidden: Tensor, numbers: Tensor) -> Tensor:
-        """The norm behind the local blocks, and the place of its tile for each row, also for those that fill it up."""
-        by_image = self.model.layernorm_post(hidden).unflatten(0, (len(numbers), -1))
-        parts = by_image.split([self.num_rows, self._num_filled], dim=1)
-        placed = [
-            self.model.post_tile_positional_embedding(part.unflatten(1, (self.num_tiles, -1)), numbers).flatten(1, 2)
-            for part in parts
-        ]
-        return torch.cat(placed, dim=1).flatten(0, 1)
+        here: the rows that are here, with those that fill tiles up, where ranks share images.
+        """
+        filled, length = self.class_rows, self.class_rows + self.num_rows
+        rows, stop = np.arange(len(sizes) * length), filled + self.key_rows(sizes)[:, None]
+        begin, place = rows - rows % length, np.arange(length)
+        sees_all = (filled <= place) & (place < stop)
+        start = begin + np.where(sees_all, 0, filled).reshape(-1)
+        end = begin + np.where(sees_all, length, stop).reshape(-1)
+        table = AttentionTable(start[None], end[None], rows, rows, begin)
+        if here is None:
+            return TableItems(table, causal=False)
+        return ContextItems(here, causal=False, table=table)
 
-    def leave(self, hidden: Tensor, sizes: Tensor) -> Tensor:
+    def _between(self, hidden: Tensor, sizes: Tensor, here: SharedItemRows | None) -> Tensor:
+        """The norm behind the local blocks, and the place of its tile for each row, also for those that fill it up.
+
+        here: as of `_segments`.
+        """
+        model, tiles = self.model, hidden.new_zeros(len(sizes), self.num_tiles, 1, self.width)
+        places = model.post_tile_positional_embedding(tiles, self._numbers(sizes, hidden.device))
+        counts = (count // self.num_tiles for count in (self.class_rows, self.num_rows))
+        placed = [places.expand(-1, -1, count, -1).flatten(1, 2) for count in counts]
+        return model.layernorm_post(hidden) + rows_here(torch.cat(placed, dim=1).flatten(0, 1), here)
+
+    def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """The rows of all tiles, [num_images * num_rows, output_dim]; values of inner blocks take turns."""
-        rows = hidden.unflatten(0, (len(sizes), -1))[:, : self.num_rows].flatten(0, 1)
+        rows = without_class_rows(hidden, self.lengths(sizes.numpy()), self.class_rows, shared)
         last, inner = rows[:, : self.width], rows[:, self.width :].unflatten(1, (len(self.inner), self.width))
         return torch.cat([last, inner.transpose(1, 2).flatten(1, 2)], dim=1)
 

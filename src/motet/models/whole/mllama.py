@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 from torch import Tensor, nn
 from transformers import MllamaConfig, MllamaForConditionalGeneration
 
 from motet.core.arrays import Int64Array
+from motet.core.context_rows import rows_of_runs
 from motet.core.errors import UserError
 from motet.core.spec import Layer
 from motet.models.layers import LayerModules, any_trainable
@@ -49,12 +51,18 @@ class KeyProjector(nn.Module):
     """
 
     kind, downsample = "keys", 1
+    shareable = joins = True
 
     def __init__(self, input_dim: int, output_dim: int, num_rows: int) -> None:
         super().__init__()
         self.input_dim, self.num_rows = input_dim, num_rows
         self.output_dim = num_rows * output_dim
         self.linear = nn.Linear(input_dim, output_dim)
+
+    @property
+    def token_parts(self) -> int:
+        """As of `core.spec.Module`: the rows side by side."""
+        return self.num_rows
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -79,9 +87,22 @@ class KeyProjector(nn.Module):
         """Wide rows of each image, int64 [num_items]: one."""
         return extents // self.num_rows
 
-    def forward(self, rows: Tensor, extents: Int64Array) -> Tensor:
-        """rows [num_items * num_rows, input_dim] -> [num_items, output_dim]."""
-        return self.linear(rows).reshape(-1, self.output_dim).clone()  # FSDP refuses views as outputs.
+    def rows_for(self, extents: Int64Array, own: Int64Array) -> Int64Array:
+        """The rows of which some wide rows are made, ascending, int64. own: these, int64."""
+        return rows_of_runs(self.num_rows * own, np.full(len(own), self.num_rows))
+
+    def of_each(self, rows: Tensor) -> Tensor:
+        """rows [n, input_dim] -> what is made of each by itself, [n, output_dim / num_rows]."""
+        return self.linear(rows)
+
+    def forward(self, rows: Tensor, extents: Int64Array, own: Int64Array | None = None) -> Tensor:
+        """rows [num_items * num_rows, input_dim] -> [num_items, output_dim].
+
+        own: which wide rows are made, of what `of_each` has made of the rows that `rows_for` says; None: all.
+        """
+        rows = self.of_each(rows) if own is None else rows
+        # FSDP refuses views as outputs.
+        return rows.reshape(len(rows) // self.num_rows, self.output_dim).clone()
 
 
 def _parts(config: MllamaConfig, directory: WholeDirectory) -> WholeParts:

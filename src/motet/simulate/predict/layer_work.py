@@ -14,7 +14,7 @@ from motet.assign.item_shares import shares_of_cells
 from motet.assign.step import StepAssignment
 from motet.assign.taken_rows import most_merged
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
-from motet.core.cuts import rows_between_cuts, shares_between
+from motet.core.cuts import shares_between
 from motet.core.plan import Plan
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
@@ -31,6 +31,7 @@ class _Shares:
 
     whole, rank:    int64 [num_whole], items, and the rank of each.
     item, cut_rank: int64 [num_fragments], of items that are cut. share: float64, of the item's rows. is_first: bool.
+    made:           int64 [num_fragments], rows in the backbone's sequence that each makes.
     """
 
     whole: Int64Array
@@ -39,6 +40,7 @@ class _Shares:
     cut_rank: Int64Array
     share: Float64Array
     is_first: BoolArray
+    made: Int64Array
 
 
 class LayerWork:
@@ -115,7 +117,7 @@ class LayerWork:
     def _dealt_rows(self, name: str) -> Float64Array:
         """Rows of an encoder that each of the ranks made that share its items, by replica, microbatch and rank."""
         rows, shares = self.assignment.modules[name].num_tokens, self._shares(name)
-        return self._on_ranks(name, rows[shares.whole], rows[shares.item] * shares.share)
+        return self._on_ranks(name, rows[shares.whole], shares.made)
 
     def _on_ranks(
         self, name: str, of_whole: Float64Array | Int64Array, of_fragments: Float64Array | Int64Array
@@ -209,31 +211,39 @@ class LayerWork:
         cuts, cell = items.cuts, items.batch_index(num)
         assert cuts is not None, "replicas share items"
         whole = cuts.whole_among(np.arange(len(items.example)))
-        share = cuts.share_of(items.num_tokens) / items.num_tokens[cuts.item]
-        rank = cuts.rank * num + items.microbatch[cuts.item]
-        return _Shares(whole, cell[whole], cuts.item, rank.astype(np.int64), share, cuts.begin == 0)
+        rows = self._cut_rows(name)
+        share = cuts.share_of(rows) / rows[cuts.item]
+        rank = (cuts.rank * num + items.microbatch[cuts.item]).astype(np.int64)
+        made = cuts.share_of(items.num_tokens)
+        return _Shares(whole, cell[whole], cuts.item, rank, share, cuts.begin == 0, made)
 
     def _of_each_replica(self, name: str) -> _Shares:
         """`_shares` where the ranks of each replica share its own items."""
         items, module = self.assignment.modules[name], self.plan.model.module(name)
         num_ranks, cp = self._num_ranks(name), self.plan.unit_of(name).cp
-        cell = items.batch_index(self.assignment.num_microbatches)
+        cell, rows = items.batch_index(self.assignment.num_microbatches), self._cut_rows(name)
         dealt = shares_of_cells(
             cell,
             items.length,
-            rows_between_cuts(items.num_tokens, items.length, module.read_by),
+            rows,
             cp,
             can_cut=module.shareable,
             tile_rows=module.tile_rows,
             num_groups=num_ranks // cp,
         )
         whole = np.flatnonzero(~np.isin(np.arange(len(cell)), dealt.item))
-        rows = items.num_tokens[dealt.item]
+        cuts = dealt.begin, dealt.end, dealt.units
         return _Shares(
             whole,
             cell[whole] * num_ranks + dealt.ranks[whole],
             dealt.item,
             cell[dealt.item] * num_ranks + dealt.rank,
-            shares_between(rows, dealt.begin, dealt.end, dealt.units) / rows,
+            shares_between(rows[dealt.item], *cuts) / rows[dealt.item],
             dealt.begin == 0,
+            shares_between(items.num_tokens[dealt.item], *cuts),
         )
+
+    def _cut_rows(self, name: str) -> Int64Array:
+        """The rows of each item of an encoder between which ranks can share it, int64 [num_items]."""
+        items = self.assignment.modules[name]
+        return self.plan.model.module(name).cut_rows.num_rows(items.num_tokens, items.length)

@@ -37,6 +37,7 @@ def plan_of(
     downsample: int = 1,
     own_ranks: bool = True,
     tile_rows: int = 0,
+    token_parts: int = 1,
     behind: Sequence[Layer] = (),
 ) -> Plan:
     """behind: layers of a projector in place of one that joins rows."""
@@ -47,6 +48,7 @@ def plan_of(
         image = connect(image, WIDTH, downsample=downsample)
     if tile_rows:
         image = replace(image, shareable=True, tile_rows=tile_rows)
+    image = replace(image, token_parts=token_parts)
     model = multimodal("tiny", language_model(Transformer(WIDTH, 32, 2, causal=True), 2, 100), [image])
     blocks = {"image": len(image.blocks)}
     units = (Unit("image", (blocks,), cp=cp), Unit("llm", ({"backbone": 2},), first_rank=cp))
@@ -131,6 +133,29 @@ def test_images_that_queries_read_are_priced_as_they_are_executed(cp, own_ranks,
         assert rows[number] == pytest.approx(max(len(each.own) + among * each.num_rows_out for each in of_ranks), abs=1)
     assert cut > 1
     assert pricing.layer_pricing.largest_copies("image", keys) == pytest.approx(copies * KV_BYTES, abs=KV_BYTES)
+
+
+@pytest.mark.parametrize(("cp", "own_ranks"), [(2, True), (3, False), (4, False)])
+def test_images_that_become_one_wide_row_are_priced_as_they_are_executed(cp, own_ranks):
+    """Ranks share its layers; the row of a shared one is whole on the last of them."""
+    plan, lengths = plan_of(cp, own_ranks=own_ranks, token_parts=80), lengths_of(queries=1)
+    program, step = planned(plan), assign_step(plan, lengths)
+    pricing, copies, cut = Pricing(plan, program, step, Linear(plan.cluster)), 0, 0
+    layer = plan.model.module("image").layers[1]
+    found = pricing.rows("image", layer, program.stages[0], [0])[0]
+    taken = pricing.layer_pricing.work.taken_in("image")
+    for number, (part, of_ranks) in enumerate(shared_on(plan, lengths, cp)):
+        if of_ranks[0] is None:
+            continue
+        cut += 1
+        with_class_rows = [each.with_class_rows(1) for each in of_ranks]
+        assert found[number] == pytest.approx(max(len(each.own) for each in with_class_rows), abs=1)
+        copies = max(copies, *(moved_keys(each, among=False) for each in with_class_rows))
+        made, num_images = [each.num_rows_out for each in of_ranks], part.lengths.items["image"].num_items
+        assert sum(made) == num_images
+        assert taken[number] == (num_images if own_ranks else max(made))
+    assert cut > 1
+    assert pricing.layer_pricing.largest_copies("image", layer) == pytest.approx(copies * KV_BYTES, abs=2 * KV_BYTES)
 
 
 def test_the_largest_image_takes_its_share_of_time():

@@ -94,10 +94,13 @@ def test_images_that_are_keys_take_one_token_whatever_their_tiles(mllama):
     image = model.encoders["image"]
     sizes = np.array([[1, 1], [2, 2], [1, 3]])
     assert image.num_tokens(sizes).tolist() == [1, 1, 1]
-    assert image.lengths(sizes).tolist() == [4 * (10 + 6)] * 3  # Padding is computed, too.
+    assert image.lengths(sizes).tolist() == [4 * 10] * 3
     assert image.num_values(sizes).tolist() == [9, 36, 27]
     assert image.grids(sizes).tolist() == [[10, 1, 1], [40, 1, 1], [30, 1, 1]]
     spec = model_spec(model)
+    block = spec.module("image").layers[1]
+    assert block.rows(image.lengths(sizes)).tolist() == [4 * (10 + 6)] * 3  # Padding is computed, too.
+    assert spec.module("image").token_parts == 4 * 10
     assert spec.moved("image")[0].output_width == 4 * 10 * model.backbone.dim
     assert [block for *_, block in spec.reentries] == [1, 3]
     dataset = open_dataset(recipe, recipe.data.train, vocabulary, model, lambda sentence: None)
