@@ -65,6 +65,7 @@ def search(
     chosen = _search_whole(evaluation, strategies)
     if plan is None:
         _search_smaller(evaluation, strategies)
+        evaluation.vary_compared()
     result = evaluation.result(chosen)
     if not result.results and (nearest := nearest_miss(result.ruled_out)):
         progress("looking for what would fit", 0, 1)
@@ -103,7 +104,7 @@ def _search_smaller(evaluation: CandidateEvaluation, strategies: Mapping[str, St
     quota, rows = evaluation.quota, ExampleRows(evaluation.job)
     kinds = [_is_any, *([quota.suitable] if quota.num_plans else [])]
     all_s = [_fastest_s(evaluation, kind) for kind in kinds]
-    to_beat_s, best = list(all_s), dict[int, SimulatedCandidate]()
+    to_beat_s, best, is_varied = list(all_s), dict[int, SimulatedCandidate](), dict[int, bool]()
     for job in smaller_jobs(evaluation.job):
         slowest_s = max(to_beat_s)
         if step_bound(job, rows=rows, up_to_s=slowest_s).step_s >= slowest_s:
@@ -122,11 +123,13 @@ def _search_smaller(evaluation: CandidateEvaluation, strategies: Mapping[str, St
             if is_faster(_fastest_s(fewer, kind), to_beat_s[number]):
                 of_kind = (one for one in fewer.results if kind(one.candidate.plan))
                 best[number] = min(of_kind, key=lambda one: one.prediction.step_s)
+                is_varied[number] = any(best[number] is one for one in fewer.varied)
                 to_beat_s[number] = best[number].prediction.step_s
     for number, one in best.items():
         if number == 0 or one is not best.get(0):
             candidate = on_cluster(one.candidate, evaluation.job, all_s[number])
             evaluation.results.append(SimulatedCandidate(candidate, one.prediction))
+            evaluation.varied += evaluation.results[-1:] if is_varied[number] else []
 
 
 def _is_any(plan: Plan) -> bool:
