@@ -1,8 +1,10 @@
 """The enumerator: its bounds are bounds, its answer is a Plan that fits; and the planner's answer on two small jobs."""
 
+import ast
+
 import pytest
 
-from benchmark import benchmark
+from benchmark import BENCHMARKS, benchmark
 from motet.core.errors import UserError
 from motet.planner.candidate import Pins
 from motet.planner.comparison import rivals
@@ -19,6 +21,13 @@ NUMBERS = (2, pytest.param(12, marks=pytest.mark.slow))
 def programs():
     with benchmark("optimality") as optimality, benchmark("enumerated_plans") as enumerated:
         yield optimality, enumerated, optimality.workload_at("")
+
+
+def test_the_enumerator_has_nothing_of_the_planner():
+    tree = ast.parse((BENCHMARKS / "enumerated_plans.py").read_text())
+    imported = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported += [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
+    assert imported and not [name for name in imported if name.startswith("motet.planner")]
 
 
 @pytest.fixture(scope="module", params=NUMBERS)
