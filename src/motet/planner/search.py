@@ -24,6 +24,7 @@ from motet.planner.field_pins import pinned_plan
 from motet.planner.job import Job
 from motet.planner.module_pins import check_module_pins
 from motet.planner.nearest_miss import nearest_miss, would_fit
+from motet.planner.order import check_deal_pins
 from motet.planner.refinement import REFINED_RANKS, strategy_of
 from motet.planner.search_result import SearchResult, SimulatedCandidate
 from motet.planner.step_bound import ExampleRows, step_bound
@@ -52,10 +53,11 @@ def search(
                    the first result.
     quota:         Plans that are simulated in addition to those that can be the fastest.
     is_refined:    whether the fastest Plans are refined by their neighbours (`refinement.py`).
-    Raises UserError for a workload that lacks the lengths of a module, and for pins of modules that no Plan has.
+    Raises UserError for a workload that lacks the lengths of a module, and for pins that no Plan has.
     """
     _check_lengths(job)
     check_module_pins(job, pins)
+    check_deal_pins(pins)
     progress = progress or (lambda what, done, total: None)
     evaluation = CandidateEvaluation(job, pins, max_simulated, quota, progress, is_refined=is_refined)
     plan = pinned_plan(job, pins)
