@@ -169,9 +169,8 @@ class CandidateEvaluation:
 
     def vary(self, strategies: Collection[str]) -> None:
         """Give the fastest Plan of each strategy that may win, and what the best is compared with, the variant that is
-        fastest (`variants.py`); all Plans where nothing limits the simulations. Then refine the fastest
-        (`refinement.py`), and vary what the best is compared with since. Nothing is compared where there is a step to
-        beat.
+        fastest (`variants.py`); all Plans where nothing limits the simulations. Nothing is compared where there is a
+        step to beat. Then refine the fastest (`refinement.py`), and vary those of them that lack their variants.
 
         strategies: the names of those that are searched.
         """
@@ -183,8 +182,7 @@ class CandidateEvaluation:
             self.progress("refining the fastest", self.num_simulated, self.num_simulated)
             refinement = Refinement(self.job, self.pins, strategies, self.quota.suitable, self.to_beat_s)
             self.results = refinement.refined(self.results, self.varied)
-        if self.to_beat_s == math.inf:
-            self.vary_compared()
+            self._vary(self._to_vary)
 
     def vary_compared(self) -> None:
         """Give the best and what it is compared with the variants that are fastest, if they do not have them yet."""
