@@ -31,6 +31,7 @@ What is left out:
    NUM_CHOICES cuts for given degrees.
 4. What would be too slow even if it fitted without recomputation, which only adds to a step.
 5. What is left after `max_simulated`, the least bounds first; `Enumerated.is_whole` says whether any was.
+6. Groups of examples under caps (`Plan.microbatch_caps`).
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@ process before and after it; so a figure is about the same on other machines. Fi
 are compiled by the first run alone, also where PYTHONDONTWRITEBYTECODE is set. Memory is the peak of the resident set.
 The goals are 2 loops and 1 GB, and 4 loops for 100,000 GPUs. Linux only.
 
+Then one whole prediction of OrchMLLM-84B on 2,560 ranks under FSDP, in this process: drawing the batch, placing its
+items (as they come, or balanced as training balances by default), pricing and simulating. The goal is 0.3 loops.
+
 With --plans, the plan of each case and the figures of all that were simulated are kept in a folder, and compared with
 those that are there already: run it before a change and after. A case that answers otherwise ends the program. Writing
 the figures takes time as well.
@@ -23,13 +26,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 from rows import ROOT, Row, finish, options, show
+from trials import job_of
 
-GOAL_LOOPS, GOAL_GBYTES = 2.0, 1.0
+from motet.core.plan import BalancingMethod, Plan, Unit
+from motet.planner.job import Job
+from motet.simulate.predict.predict import predict
+
+GOAL_LOOPS, GOAL_GBYTES, GOAL_OF_PREDICTION = 2.0, 1.0, 0.3
 RECIPES = (
     "orchmllm_10b", "orchmllm_18b", "orchmllm_84b", "vit22b_gpt175b", "internvl_20b", "mllm_72b", "valm_mm",
 )  # fmt: skip
@@ -115,6 +124,33 @@ def measure(cases: list[Case], repeats: int, plans: Path | None = None) -> Itera
             yield Row(f"{case.name}: peak GB", statistics.median(one.peak_gbytes for one in taken), GOAL_GBYTES)
 
 
+PREDICTIONS: Mapping[str, BalancingMethod] = {
+    "prediction of 2,560 ranks, items as they come": "off",
+    "prediction of 2,560 ranks, items balanced": "auto",
+}
+
+
+def measure_predictions(only: str, repeats: int) -> Iterator[Row]:
+    """A row for each way of placing items whose name contains `only`."""
+    job = job_of("orchmllm_84b")
+    unit = Unit("all", (dict(job.model.num_blocks),), dp=job.cluster.num_ranks, zero=3)
+    for name, balance in PREDICTIONS.items():
+        if only in name:
+            size = job.batch_size // (2 * unit.dp)
+            plan = Plan(job.model, job.cluster, (unit,), job.batch_size, size, "data_parallel", balance=balance)
+            loops = statistics.median(prediction_loops(job, plan) for _ in range(repeats))
+            yield Row(f"{name}: loops", loops, GOAL_OF_PREDICTION)
+
+
+def prediction_loops(job: Job, plan: Plan) -> float:
+    """What one prediction takes."""
+    before_s = loop_s()
+    started_s = time.process_time()
+    predict(plan, job.workload, job.cost, seed=job.seed)
+    taken_s = time.process_time() - started_s
+    return 2 * taken_s / (before_s + loop_s())
+
+
 def main() -> None:
     parser = options(__doc__, "only the cases whose name contains this", reads_lengths=False, draws=False)
     parser.add_argument("--repeats", type=int, default=5)
@@ -123,7 +159,8 @@ def main() -> None:
     if given.plans is not None:
         given.plans.mkdir(parents=True, exist_ok=True)
     rows = []
-    for row in measure([case for case in CASES if given.only in case.name], given.repeats, given.plans):
+    cases = measure([case for case in CASES if given.only in case.name], given.repeats, given.plans)
+    for row in chain(cases, measure_predictions(given.only, given.repeats)):
         rows.append(row)
         show(row)
     finish(rows, given.json, repeats=given.repeats)

@@ -88,6 +88,7 @@ class RuledOut:
     shortfall_bytes: memory that the fullest rank lacks; 0 where memory is not the reason.
     remedies:        changes that make it fit, e.g. "ZeRO 3". Each was tried.
     batches:         batch sizes that do divide where the job's does not, which have not been tried.
+    lacks_pin:       whether it was proposed, so that it fits memory, and a pin is all that it lacks.
     """
 
     strategy: str
@@ -96,6 +97,7 @@ class RuledOut:
     shortfall_bytes: float = 0.0
     remedies: tuple[str, ...] = ()
     batches: tuple[int, ...] = ()
+    lacks_pin: bool = False
 
 
 def size_words(size_bytes: float) -> str:

@@ -60,6 +60,8 @@ class CandidateEvaluation:
 
     max_simulated, quota, is_refined: as in `search`.
     to_beat_s: seconds of a known step; what cannot be faster does not matter.
+
+    Attribute varied: those of the results that have their fastest variants.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class CandidateEvaluation:
         self.is_refined, self.to_beat_s = is_refined, to_beat_s
         self.candidates: list[Candidate] = []
         self.results: list[SimulatedCandidate] = []
+        self.varied: list[SimulatedCandidate] = []
         self.passed_over: list[PassedOver] = []
         self.ruled_out: list[RuledOut] = _unpriced(job, pins)
         self.num_simulated, self.num_spans = 0, 0
@@ -167,25 +170,34 @@ class CandidateEvaluation:
     def vary(self, strategies: Collection[str]) -> None:
         """Give the fastest Plan of each strategy that may win, and what the best is compared with, the variant that is
         fastest (`variants.py`); all Plans where nothing limits the simulations. Nothing is compared where there is a
-        step to beat. Then refine the fastest (`refinement.py`).
+        step to beat. Then refine the fastest (`refinement.py`), and vary those of them that lack their variants.
 
         strategies: the names of those that are searched.
         """
-        done: list[SimulatedCandidate] = []
         if self.job.batch_size > MAX_COMPARED:
             self.job.forget_microbatches()
         self.progress("ordering and balancing the examples of the fastest", self.num_simulated, self.num_simulated)
-        # A variant may be faster than what it was to be compared with: then that is another one.
-        while indices := [index for index in self._to_vary() if all(self.results[index] is not one for one in done)]:
+        self._vary(self._to_vary)
+        if self.is_refined:
+            self.progress("refining the fastest", self.num_simulated, self.num_simulated)
+            refinement = Refinement(self.job, self.pins, strategies, self.quota.suitable, self.to_beat_s)
+            self.results = refinement.refined(self.results, self.varied)
+            self._vary(self._to_vary)
+
+    def vary_compared(self) -> None:
+        """Give the best and what it is compared with the variants that are fastest, if they do not have them yet."""
+        self._vary(self._compared)
+
+    def _vary(self, chosen: Callable[[], list[int]]) -> None:
+        """chosen: indices in `results`. A variant may be faster than what it was to be compared with: then that is
+        another one.
+        """
+        while indices := [index for index in chosen() if all(self.results[index] is not one for one in self.varied)]:
             for index in indices:
                 given = self.results[index]
                 varied = fastest_variant(self.job, given.candidate, given.prediction, self.pins)
                 self.results[index] = SimulatedCandidate(*varied)
-                done.append(self.results[index])
-        if self.is_refined:
-            self.progress("refining the fastest", self.num_simulated, self.num_simulated)
-            refinement = Refinement(self.job, self.pins, strategies, self.quota.suitable, self.to_beat_s)
-            self.results = refinement.refined(self.results, done)
+                self.varied.append(self.results[index])
 
     def _to_vary(self) -> list[int]:
         """Indices in `results`, which are sorted first."""
@@ -201,10 +213,12 @@ class CandidateEvaluation:
             for index in {*first.values(), *near}
             if can_win(self.job, self.results[index].candidate, self.pins, fastest_s)
         ]
-        if self.to_beat_s < math.inf:
-            return sorted(faster)
-        compared = [self.results.index(rival) for rival in rivals(self.results)]
-        return sorted({0, *faster, *compared})
+        return sorted({*faster, *(self._compared() if self.to_beat_s == math.inf else ())})
+
+    def _compared(self) -> list[int]:
+        """Indices in `results`, which are sorted first, of the best and its rivals."""
+        self.results.sort(key=lambda result: result.prediction.step_s)
+        return [0, *map(self.results.index, rivals(self.results))] if self.results else []
 
     def result(self, strategies: Sequence[str]) -> SearchResult:
         """All that was evaluated. Equally fast Plans are in the order of `strategies`."""

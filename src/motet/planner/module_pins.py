@@ -82,11 +82,17 @@ def _with_degrees(pins: Pins, modules: Mapping[str, ModuleDegrees], degrees: Ite
 
 
 def check_module_pins(job: Job, pins: Pins) -> None:
-    """Raise UserError for pins of a module that the model lacks, and for degrees that no Plan of the job has."""
+    """Raise UserError for pins of a module that the model lacks, for degrees and for caps that no Plan has."""
     known = [module.name for module in job.model.modules]
     for name in (*pins.modules, *pins.fields):
         if name not in known:
             raise UserError(f"{name} is pinned, and the model has no module {name!r}; it has {', '.join(known)}.")
+    capped = {name for name, stated in pins.fields.items() if stated.cap is not None}
+    if capped and capped != set(known) and (BACKBONE not in capped or len(capped) != 2):
+        raise UserError(
+            f"The cap of {', '.join(sorted(capped))} is pinned; caps are of {BACKBONE} and of one other module, or "
+            f"under data parallelism of every one: {', '.join(known)}."
+        )
     for name, stated in pins.modules.items():
         num_blocks, cluster = len(job.model.module(name).blocks), job.cluster
         if stated.tp is not None and stated.tp not in (degrees := tensor_degrees(job, name, on_fewer=True)):

@@ -33,10 +33,13 @@ _MAX_TRIED = 3
 
 
 def nearest_miss(ruled_out: Sequence[RuledOut]) -> RuledOut | None:
-    """The one that lacks the fewest bytes; where memory is never the reason, the first that is a Plan, else the first.
+    """The first that lacks nothing but a pin, else the one that lacks the fewest bytes; where memory is never the
+    reason, the first that is a Plan, else the first.
 
     A Plan that a profile is too small to predict is nearer than a strategy that has none.
     """
+    if (pinned := next((ruled for ruled in ruled_out if ruled.lacks_pin), None)) is not None:
+        return pinned
     lacking = [ruled for ruled in ruled_out if ruled.shortfall_bytes > 0]
     if lacking:
         return min(lacking, key=lambda ruled: ruled.shortfall_bytes)

@@ -27,7 +27,7 @@ from motet.core.spec import Layer, Module
 from motet.core.workload import BACKBONE, BatchLengths, total_lengths
 from motet.cost.flops import work_of_items
 from motet.cost.model import Work
-from motet.planner.candidate import Candidate, Pins, RuledOut, is_faster
+from motet.planner.candidate import BUBBLE_FILLING, DATA_PARALLEL, Candidate, Pins, RuledOut, is_faster
 from motet.planner.job import MAX_COMPARED, Job
 from motet.schedule import check_fit
 from motet.schedule.plan_units import pipelined_units, units_in_bubbles
@@ -70,6 +70,25 @@ def with_pinned_deal(candidate: Candidate, pins: Pins) -> Candidate | RuledOut:
         why = f"order is pinned to {pins.order!r}, which is of pipelines; balance deals examples out here."
         return RuledOut(candidate.strategy, candidate.what, why)
     return candidate
+
+
+def check_deal_pins(pins: Pins) -> None:
+    """Raise UserError for pins of orders, balances and fillings that no Plan has together, whatever the job is."""
+    is_ordered = pins.order not in (None, "given")
+    if is_ordered and pins.balance is not None and pins.balance not in ORDERED_BALANCES:
+        raise UserError(
+            f"order is pinned to {pins.order!r} and balance to {pins.balance!r}, and both deal out microbatches; leave "
+            "one of them out."
+        )
+    is_colocated = pins.schedule == "data_parallel" or pins.strategies == (DATA_PARALLEL,)
+    if is_ordered and is_colocated:
+        raise UserError(
+            f"order is pinned to {pins.order!r}, which is of pipelines, and data parallelism is pinned too."
+        )
+    if pins.filling == "by_step" and (is_colocated or (pins.strategies and BUBBLE_FILLING not in pins.strategies)):
+        raise UserError(
+            f"filling is pinned to 'by_step', which is of {BUBBLE_FILLING}, and a pin leaves {BUBBLE_FILLING} out."
+        )
 
 
 def can_fill_by_step(plan: Plan) -> bool:

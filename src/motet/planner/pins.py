@@ -122,6 +122,8 @@ def _field(text: str, name: str, value: str) -> object:
     numbers = tuple(map(int, parts))
     if name == "zero" and numbers[0] > 3:
         raise UserError(f"--pin {text}: must be 0, 1, 2 or 3.")
+    if name == "cap" and numbers[0] < 1:
+        raise UserError(f"--pin {text}: must be a whole number of at least 1.")
     return numbers if name in ("blocks", "recompute") else numbers[0]
 
 

@@ -24,6 +24,7 @@ from motet.planner.field_pins import pinned_plan
 from motet.planner.job import Job
 from motet.planner.module_pins import check_module_pins
 from motet.planner.nearest_miss import nearest_miss, would_fit
+from motet.planner.order import check_deal_pins
 from motet.planner.refinement import REFINED_RANKS, strategy_of
 from motet.planner.search_result import SearchResult, SimulatedCandidate
 from motet.planner.step_bound import ExampleRows, step_bound
@@ -52,10 +53,11 @@ def search(
                    the first result.
     quota:         Plans that are simulated in addition to those that can be the fastest.
     is_refined:    whether the fastest Plans are refined by their neighbours (`refinement.py`).
-    Raises UserError for a workload that lacks the lengths of a module, and for pins of modules that no Plan has.
+    Raises UserError for a workload that lacks the lengths of a module, and for pins that no Plan has.
     """
     _check_lengths(job)
     check_module_pins(job, pins)
+    check_deal_pins(pins)
     progress = progress or (lambda what, done, total: None)
     evaluation = CandidateEvaluation(job, pins, max_simulated, quota, progress, is_refined=is_refined)
     plan = pinned_plan(job, pins)
@@ -65,6 +67,7 @@ def search(
     chosen = _search_whole(evaluation, strategies)
     if plan is None:
         _search_smaller(evaluation, strategies)
+        evaluation.vary_compared()
     result = evaluation.result(chosen)
     if not result.results and (nearest := nearest_miss(result.ruled_out)):
         progress("looking for what would fit", 0, 1)
@@ -103,7 +106,7 @@ def _search_smaller(evaluation: CandidateEvaluation, strategies: Mapping[str, St
     quota, rows = evaluation.quota, ExampleRows(evaluation.job)
     kinds = [_is_any, *([quota.suitable] if quota.num_plans else [])]
     all_s = [_fastest_s(evaluation, kind) for kind in kinds]
-    to_beat_s, best = list(all_s), dict[int, SimulatedCandidate]()
+    to_beat_s, best, is_varied = list(all_s), dict[int, SimulatedCandidate](), dict[int, bool]()
     for job in smaller_jobs(evaluation.job):
         slowest_s = max(to_beat_s)
         if step_bound(job, rows=rows, up_to_s=slowest_s).step_s >= slowest_s:
@@ -122,11 +125,13 @@ def _search_smaller(evaluation: CandidateEvaluation, strategies: Mapping[str, St
             if is_faster(_fastest_s(fewer, kind), to_beat_s[number]):
                 of_kind = (one for one in fewer.results if kind(one.candidate.plan))
                 best[number] = min(of_kind, key=lambda one: one.prediction.step_s)
+                is_varied[number] = any(best[number] is one for one in fewer.varied)
                 to_beat_s[number] = best[number].prediction.step_s
     for number, one in best.items():
         if number == 0 or one is not best.get(0):
             candidate = on_cluster(one.candidate, evaluation.job, all_s[number])
             evaluation.results.append(SimulatedCandidate(candidate, one.prediction))
+            evaluation.varied += evaluation.results[-1:] if is_varied[number] else []
 
 
 def _is_any(plan: Plan) -> bool:

@@ -34,13 +34,18 @@ MAX_FILLED_BY_STEP = 4_000
 def fastest_variant(job: Job, candidate: Candidate, given: Prediction, pins: Pins) -> tuple[Candidate, Prediction]:
     """The variant of a candidate whose step is the fastest and fits memory, and that step.
 
-    given: the candidate's step as it is; both are returned unchanged if nothing is faster. Simulates up to 13 times.
+    given: the candidate's step as it is; both are returned unchanged if nothing is faster. Simulates up to 18 times.
     """
-    best = with_best_order(job, candidate, given, pins)
+    start = _as_it_comes(candidate, pins)
+    if start is candidate:
+        best = with_best_order(job, candidate, given, pins)
+    else:  # Refinement has dealt out its examples.
+        best = candidate, given
     others = (
-        *_otherwise_balanced(job, candidate, pins),
-        *_without_fills(candidate, pins),
-        *_by_step(job, candidate, pins),
+        *((start,) if start is not candidate else ()),
+        *_otherwise_balanced(job, start, pins),
+        *_without_fills(start, pins),
+        *_by_step(job, start, pins),
     )
     for variant in others:
         variant, prediction = with_best_order(job, variant, predict_candidate(job, variant), pins)
@@ -56,6 +61,18 @@ def fastest_variant(job: Job, candidate: Candidate, given: Prediction, pins: Pin
         fact += f": it takes {gain:.1%} less." if found.plan.order == candidate.plan.order else "."
         return replace(found, tell=found.telling(fact)), prediction
     return best
+
+
+def _as_it_comes(candidate: Candidate, pins: Pins) -> Candidate:
+    """The candidate with a pipeline's examples as they come, as far as nothing else is pinned; itself, if they do."""
+    plan = candidate.plan
+    if plan.schedule == "data_parallel":
+        return candidate
+    if pins.order is None and all(stated.cap is None for stated in pins.fields.values()):
+        plan = replace(plan, order="given", microbatch_caps={})
+    if pins.balance is None:
+        plan = replace(plan, balance="off")
+    return candidate if plan == candidate.plan else replace(candidate, plan=plan)
 
 
 def _otherwise_balanced(job: Job, candidate: Candidate, pins: Pins) -> Iterator[Candidate]:
@@ -112,9 +129,12 @@ def _without_fills(candidate: Candidate, pins: Pins) -> Iterator[Candidate]:
 
 
 def _by_step(job: Job, candidate: Candidate, pins: Pins) -> Iterator[Candidate]:
-    """Each step fills bubbles by its own lengths."""
-    plan = candidate.plan
-    num_fills = len(plan.fills) * min(backbone_unit(plan).dp, MAX_ISLANDS)
-    if pins.filling is None and not is_even(job.batch) and can_fill_by_step(plan) and num_fills <= MAX_FILLED_BY_STEP:
-        what = f"{candidate.what}, filled by step"
-        yield replace(candidate, plan=replace(plan, filling="by_step"), what=what)
+    """Each step fills bubbles by its own lengths: with passes in the parts of the candidate's fills, and whole ones."""
+    num_fills = len(candidate.plan.fills) * min(backbone_unit(candidate.plan).dp, MAX_ISLANDS)
+    if pins.filling is not None or is_even(job.batch) or num_fills > MAX_FILLED_BY_STEP:
+        return
+    whole = (replace(candidate.plan, fills=()),) if candidate.plan.fills and pins.fills is None else ()
+    for plan in (candidate.plan, *whole):
+        if can_fill_by_step(plan):
+            what = f"{candidate.what}, filled by step"
+            yield replace(candidate, plan=replace(plan, filling="by_step"), what=what)

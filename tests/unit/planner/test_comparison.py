@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from motet.core.errors import UserError
 from motet.core.plan import PROPOSED_BALANCES, Order, Unit
 from motet.planner import comparison as comparing
 from motet.planner.candidate import Pins, candidate_step_s, predict_candidate
@@ -68,9 +69,25 @@ def test_a_pipelines_leader_is_balanced_where_that_is_faster():
     assert best_s < predict_candidate(given_job, unbalanced).step_s
 
 
-def test_two_ways_to_deal_out_microbatches_are_not_pinned_together():
-    found = search(job(batch_size=32), STRATEGIES, Pins(strategies=("chain",), balance="joint", order="both"))
-    assert not found.results and "both deal out microbatches" in found.ruled_out[0].why
+@pytest.mark.parametrize(
+    ("pins", "said"),
+    [
+        (Pins(strategies=("chain",), balance="joint", order="both"), "both deal out microbatches; leave one of them"),
+        (Pins(strategies=(DATA,), order="intra"), "order is pinned to 'intra', which is of pipelines"),
+        (Pins(schedule="data_parallel", order="intra"), "which is of pipelines, and data parallelism is pinned too"),
+        (
+            Pins(strategies=(DATA, "chain"), filling="by_step"),
+            "is of bubble filling, and a pin leaves bubble filling out",
+        ),
+        (
+            Pins(schedule="data_parallel", filling="by_step"),
+            "is of bubble filling, and a pin leaves bubble filling out",
+        ),
+    ],
+)
+def test_ways_to_deal_out_that_no_plan_has_together_are_refused(pins, said):
+    with pytest.raises(UserError, match=said):
+        search(job(batch_size=32), STRATEGIES, pins)
 
 
 @pytest.mark.parametrize("strategies", [pytest.param((), marks=pytest.mark.slow), ("chain",)])

@@ -97,6 +97,7 @@ def test_what_is_found_has_the_pinned_fields(texts):
     ("text", "said"),
     [
         ("image.zero=4", "must be 0, 1, 2 or 3"),
+        ("image.cap=0", "must be a whole number of at least 1"),
         ("image.blocks=4,x", "whole numbers by stage"),
         ("image.replicated=maybe", "must be one of yes, no"),
         ("image.unit=", "must have a name"),
@@ -118,6 +119,19 @@ def test_blocks_that_are_not_those_of_the_model_are_refused(found):
         pinned_plan(planned, replace(pins, fields={**pins.fields, "image": stated}))
     with pytest.raises(UserError, match="the model has no module 'video'"):
         check_module_pins(planned, Pins(fields={"video": FieldPins(zero=1)}))
+
+
+@pytest.mark.parametrize("texts", [["image.cap=9000"], ["image.cap=9000", "audio.cap=9000"], ["backbone.cap=9000"]])
+def test_caps_that_no_plan_has_are_refused(texts):
+    with pytest.raises(UserError, match="caps are of backbone and of one other module, or under data parallelism of"):
+        search(job(batch_size=16), STRATEGIES, parse_pins(texts, STRATEGIES))
+
+
+@pytest.mark.parametrize("names", [("image", "backbone"), ("image", "audio", "backbone")])
+def test_caps_that_are_pinned_hold(names):
+    pins = parse_pins([*(f"{name}.cap=9000" for name in names), "microbatch_size=2"], STRATEGIES)
+    results = search(job(batch_size=16, spread=0.7), STRATEGIES, pins, is_refined=False).results
+    assert results and all(one.candidate.plan.microbatch_caps == dict.fromkeys(names, 9000) for one in results)
 
 
 def one_unit(*texts):

@@ -87,17 +87,19 @@ function inRun(context, run, row, i, left, right, top, font) {
   const number = row.microbatches[i], paint = row.paints[i];
   if (run === null || run.number !== number || run.paint !== paint || left - run.right > RUN_GAP) {
     drawNumbers(context, run, top, font);
-    run = { number, paint, left, right, boxes: [] };
+    run = { number, paint, left, right, painted: 0, boxes: [] };
   }
   run.right = right;
+  run.painted += right - left;
   if (hasRoom(number, left, right, font)) run.boxes.push([left, right]);
   return run;
 }
 
-// A number in each box of a run that has room, or one for all.
+// A number in each box of a run that has room, or one for all, unless it is mostly empty.
 function drawNumbers(context, run, top, font) {
   if (run === null || !DATA.numbered || run.number < 0) return;
-  const whole = hasRoom(run.number, run.left, run.right, font) ? [[run.left, run.right]] : [];
+  const isPainted = run.painted > 0.5 * (run.right - run.left);
+  const whole = isPainted && hasRoom(run.number, run.left, run.right, font) ? [[run.left, run.right]] : [];
   context.fillStyle = DATA.paints[run.paint][2];
   for (const [left, right] of run.boxes.length ? run.boxes : whole)
     context.fillText(run.number, (Math.max(left, LEFT) + Math.min(right, width - RIGHT)) / 2, top + (height * COMPUTE) / 2);

@@ -134,7 +134,8 @@ def _numbers(drawing: Drawing, size: float) -> Iterator[tuple[int, float, float]
     """(a box, the size of its number, where its middle is in the row) of each number that is drawn.
 
     A box has its number if there is room. If no box of a run has, as where a pass is drawn layer by layer, the run has
-    one: boxes in a row that are painted alike and are of one microbatch. size: the largest, and twice the smallest.
+    one: boxes in a row that are painted alike and are of one microbatch. It has none where it is mostly empty, as of a
+    rank without items, whose layers take no time. size: the largest, and twice the smallest.
     """
     if not drawing.is_numbered:
         return
@@ -146,8 +147,9 @@ def _numbers(drawing: Drawing, size: float) -> Iterator[tuple[int, float, float]
     has_room = end - start > least
     first = np.flatnonzero(np.diff(run, prepend=-1))
     whole = np.zeros(len(boxes), dtype=bool)
-    whole[first] = np.bincount(run, has_room) == 0
     last_end = end[np.append(first[1:], len(boxes)) - 1] if len(first) else end
+    is_painted = np.bincount(run, end - start) > 0.5 * (last_end - start[first])
+    whole[first] = (np.bincount(run, has_room) == 0) & is_painted
     end[first] = np.where(whole[first], last_end, end[first])
     for place in np.flatnonzero(has_room | (whole & (end - start > least))).tolist():
         fitting = (end[place] - start[place]) / (num_letters[place] * 0.62 + 0.2)

@@ -99,6 +99,18 @@ def test_a_pass_has_the_number_of_its_microbatch_once_however_many_spans_it_has(
     assert all(np.ptp(number) < 20 for number in numbers)
 
 
+def test_a_pass_whose_layers_take_no_time_has_no_number(tmp_path):
+    """A rank without items waits in each layer for the others' collectives."""
+
+    def drawn(microbatch):
+        layers = np.linspace(0.4, 0.44, 30).tolist()
+        waits = [Span(0, "0F1", 0, microbatch, start, start + 1e-5, "F", "image") for start in layers]
+        passes = [Span(0, f"1F{n}", 1, n, n / 2, n / 2 + 0.4, "F", "backbone") for n in range(2)]
+        return pixels(Timeline.of([*waits, *passes]), tmp_path / "t.png")
+
+    assert (drawn(1) == drawn(-1)).all()
+
+
 def test_nothing_and_long_names_are_drawn(tmp_path):
     write_png(Timeline.of(), tmp_path / "nothing.png")
     names = [f"a_module_with_a_very_long_name_{number}" for number in range(9)]
