@@ -58,6 +58,16 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // size for size in small)}))
 
 
+def prime_divisors(number: int) -> list[int]:
+    """The primes that divide a positive number, ascending.
+
+    Example:
+        >>> prime_divisors(12)
+        [2, 3]
+    """
+    return [size for size in divisors(number) if len(divisors(size)) == 2]
+
+
 def most_replicas(job: Job, num_ranks: int, pins: Pins) -> int:
     """The most replicas of num_ranks ranks each that fit on the cluster and divide the batch; 0 if there are none.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, combinations, pairwise, product
 from math import comb, gcd
 from typing import get_args
 
@@ -29,7 +29,7 @@ from motet.core.plan import (
     Unit,
     Zero,
 )
-from motet.planner.degrees import divisors
+from motet.planner.degrees import divisors, prime_divisors
 from motet.planner.infeasible import tensor_degrees
 from motet.planner.job import Job
 from motet.planner.order import is_even
@@ -225,7 +225,8 @@ def _dealt(job: Job, plan: Plan) -> Iterator[Plan]:
 
 
 def _degrees(job: Job, plan: Plan) -> Iterator[Plan]:
-    """Other degrees of one unit on its ranks, and replicas that it takes from another unit or of ranks left over."""
+    """Other degrees of one unit on its ranks, and replicas that it takes from another unit or of ranks left over, which
+    may share the sequences of its replicas, too."""
     left = plan.cluster.num_ranks - sum(unit.num_ranks for unit in plan.units)
     for index, unit in enumerate(plan.units):
         for changed in _reshaped(job, plan, unit):
@@ -236,17 +237,20 @@ def _degrees(job: Job, plan: Plan) -> Iterator[Plan]:
                 yield from _resized(fewer, index, replace(unit, dp=unit.dp + 1))
         if left >= _of_replica(unit):
             yield from _resized(plan, index, replace(unit, dp=unit.dp + 1))
+        if left * unit.cp >= unit.num_ranks:
+            yield from _resized(plan, index, replace(unit, cp=unit.cp + 1))
 
 
 def _reshaped(job: Job, plan: Plan, unit: Unit) -> Iterator[Unit]:
-    """A unit with the same ranks, in which one degree takes a factor of 2 from another."""
+    """A unit with the same ranks, in which one degree takes a prime factor from another."""
     sizes = {"tp": unit.tp, "cp": unit.cp, "pp": unit.pp, "dp": unit.dp}
     known = tensor_degrees(job, *unit.modules)
     for giver, given in sizes.items():
-        for taker, taken in sizes.items():
-            if giver == taker or given % 2 or (taker == "tp" and 2 * taken not in known):
+        for taker, factor in product(sizes, prime_divisors(given)):
+            taken = factor * sizes[taker]
+            if giver == taker or (taker == "tp" and taken not in known):
                 continue
-            degrees: dict[str, int] = {giver: given // 2, taker: 2 * taken}
+            degrees: dict[str, int] = {giver: given // factor, taker: taken}
             changed = replace(unit, **degrees)  # type: ignore[arg-type]
             if changed.pp != unit.pp:
                 recut = evenly_cut(job, changed, plan.microbatch_size, len(unit.stages) // unit.pp)

@@ -17,6 +17,7 @@ from dataclasses import replace
 from motet.core.errors import UserError
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
+from motet.planner.bound_seconds import ExampleRows
 from motet.planner.candidate import Candidate, Pins, PruningStrategy, Strategy, is_faster
 from motet.planner.evaluation import NO_QUOTA, CandidateEvaluation, Quota, SearchProgress
 from motet.planner.fewer_ranks import on_cluster, smaller_jobs
@@ -27,7 +28,7 @@ from motet.planner.nearest_miss import nearest_miss, would_fit
 from motet.planner.order import check_deal_pins
 from motet.planner.refinement import REFINED_RANKS, strategy_of
 from motet.planner.search_result import SearchResult, SimulatedCandidate
-from motet.planner.step_bound import ExampleRows, step_bound
+from motet.planner.step_bound import step_bound
 
 MAX_SIMULATED = 12
 

@@ -116,6 +116,15 @@ def test_smaller_microbatches_and_other_degrees_are_tried_without_recomputation(
     assert {(other.units[0].tp, other.units[0].cp, other.units[0].dp) for other in found} >= {(1, 2, 1), (2, 1, 1)}
 
 
+def test_degrees_take_any_prime_factor_and_ranks_left_over():
+    """Three stages become three ranks that share sequences, and four replicas' ranks one more of those left over."""
+    stages = ({"image": 6, "audio": 4}, {"backbone": 4}, {"backbone": 4})
+    of_three = {(other.units[0].cp, other.units[0].pp) for other in fitting(plan(Unit("all", stages, pp=3)))}
+    assert (3, 1) in of_three
+    four = plan(Unit("all", ({"image": 6, "audio": 4, "backbone": 8},), cp=4))
+    assert {other.units[0].cp for other in fitting(four)} >= {2, 4, 5}
+
+
 def test_few_blocks_are_cut_anew_in_every_way_where_ranks_have_several_stages():
     """From 3 images, one with a layer of the backbone, ... no single block moves to what is even for both ranks."""
     small = multimodal("small", language_model(LLM, 3, 1000), [connect(vit("image", ENCODER, 4), 512, "linear")])

@@ -2,21 +2,30 @@
 
 import math
 from dataclasses import replace
+from random import Random
 
+import numpy as np
 import pytest
 
 from motet.core.cluster import Cluster, Device, Link
+from motet.core.errors import ArgumentError, UserError
 from motet.core.plan import Plan, Unit
 from motet.core.sampler import Sampler
 from motet.core.shapes import Transformer, language_model, multimodal
 from motet.cost.analytic import Analytic
+from motet.planner.bound_seconds import BlockSeconds, ExampleRows, LayerRows
+from motet.planner.bound_shapes import Shape
+from motet.planner.bound_terms import ShapeTerms
 from motet.planner.job import Job
 from motet.planner.report import winner_in_words
 from motet.planner.search import search
 from motet.planner.step_bound import step_bound
 from motet.planner.strategies import STRATEGIES
-from motet.simulate.predict.predict import predict
-from unit.planner.jobs import job
+from motet.schedule import check_fit, planned
+from motet.schedule.plan_units import backbone_unit, units_in_bubbles
+from motet.simulate.predict.predict import assign_batch, predict, step_s_of
+from unit.planner.drawn_plans import drawn_job, drawn_plan
+from unit.planner.jobs import job, model
 
 
 def on_links(small, link):
@@ -24,12 +33,20 @@ def on_links(small, link):
     return replace(small, cluster=cluster, cost=Analytic(cluster))
 
 
+def shape_of(plan):
+    unit, in_bubbles = backbone_unit(plan), units_in_bubbles(plan)
+    here = (*unit.modules, *(name for other in in_bubbles for name in other.modules))
+    apart = tuple(name for name in plan.model.num_blocks if name not in here)
+    kind = "data_parallel" if plan.schedule == "data_parallel" else "bubbles" if in_bubbles else "chain"
+    return Shape(unit.tp, unit.cp, unit.pp, unit.dp, apart, kind)
+
+
 JOBS = {
     "work": lambda: job(batch_size=32),
     "item": lambda: job(batch_size=6, spread=1.2, num_nodes=2),
     "memory": lambda: job(batch_size=2, memory_mbytes=95),
     "bubbles": lambda: job(batch_size=32),
-    "communication": lambda: on_links(job(batch_size=8), Link(5e7, 1e-3)),
+    "communication": lambda: on_links(job(batch_size=32), Link(5e7, 1e-3)),
 }
 
 
@@ -82,6 +99,43 @@ def test_no_plan_made_by_hand_is_below_the_bound(units):
     assert step_bound(planned).step_s <= predict(plan, planned.workload, planned.cost, seed=planned.seed).step_s
 
 
+SLOW = [pytest.param(number, marks=pytest.mark.slow) for number in range(12, 150, 3)]
+
+
+@pytest.mark.parametrize("first", [*range(0, 12, 3), *SLOW])
+def test_no_drawn_plan_is_below_the_bound_of_its_shape_or_its_job(first):
+    """Padded clips, generators, tied weights, examples without items, caps, and links of any speed among them."""
+    num_plans = 0
+    for seed in range(first, first + 3):
+        rng = Random(seed)
+        drawn = drawn_job(rng)
+        terms, least_s = ShapeTerms(drawn, ExampleRows(drawn)), step_bound(drawn).step_s
+        for plan in filter(None, (drawn_plan(rng, drawn) for _ in range(12))):
+            try:
+                check_fit(plan)
+                step_s = step_s_of(plan, planned(plan), assign_batch(plan, drawn.batch, drawn.cost), drawn.cost)
+            except (UserError, ArgumentError):  # It does not fit, or its Program does not run.
+                continue
+            shape = shape_of(plan)
+            of_shape = np.max(list(terms.of(shape, ()).values()), axis=0).min()
+            assert max(least_s, of_shape) <= step_s * (1 + 1e-9), (seed, plan)
+            assert terms.floor_s(shape) <= of_shape * (1 + 1e-9)
+            num_plans += 1
+    assert num_plans > 5
+
+
+def test_ranks_that_share_gradients_may_be_on_nodes_that_are_joined_by_faster_links_than_their_own():
+    small = job(model(frozen=True), batch_size=12, memory_mbytes=1e5)
+    cluster = replace(small.cluster, ranks_per_node=3, intra_node=Link(1e6, 1e-4), inter_node=Link(1e13, 0.0))
+    planned_job = replace(small, cluster=cluster, cost=Analytic(cluster))
+    # Only projectors learn: ranks 2 and 3, of different nodes, have them.
+    stages = ({"image": 5}, {"image": 1, "audio": 4, "backbone": 4}, {"backbone": 4})
+    plan = Plan(planned_job.model, cluster, (Unit("all", stages, dp=2, pp=3),), 12, 2)
+    terms = ShapeTerms(planned_job, ExampleRows(planned_job)).of(shape_of(plan))
+    step_s = predict(plan, planned_job.workload, planned_job.cost, seed=planned_job.seed).step_s
+    assert np.max(list(terms.values()), axis=0).min() <= step_s
+
+
 @pytest.mark.parametrize(("num_ranks", "window"), [(3, 0), (4, 0), (4, 128)])
 def test_sequences_that_any_number_of_ranks_share_in_any_way_are_not_below_the_bound(num_ranks, window):
     shape = Transformer(768, 3072, 12, causal=True, window=window)  # As many heads of keys: Ulysses moves the least.
@@ -104,6 +158,20 @@ def test_a_plan_on_some_ranks_of_a_node_is_not_below_the_bound():
     planned = Job(spec, cluster, texts, 1, Analytic(cluster))
     plan = Plan(spec, cluster, (Unit("all", ({"backbone": 4},), tp=2),), 1, 1)
     assert step_bound(planned).step_s <= predict(plan, texts, planned.cost, seed=planned.seed).step_s
+
+
+def test_padding_is_the_least_in_the_best_groups_of_items():
+    """Of clips of 2, 2, 3 and 9 rows: together 4 * 9, in two cells 3 * 3 + 9, and in three 2 * 2 + 3 + 9."""
+    every, of_items = np.ones(4, dtype=bool), np.array([[9.0, 2.0, 3.0, 2.0], [81.0, 4.0, 9.0, 4.0]])
+    padded = LayerRows(of_items, every, every, of_items).padded
+    assert padded.tolist() == [[36, 18, 16, 16], [324, 108, 98, 98]]
+
+
+def test_clips_that_are_padded_to_a_long_one_take_longer_together_than_apart():
+    drawn = job(spread=1.0)
+    of_cells = BlockSeconds(drawn, ExampleRows(drawn)).padded("audio", 1)[0].sum(axis=0)
+    even = BlockSeconds(drawn, ExampleRows(drawn)).even("audio", 1, 1, np.ones(1))[0].sum()
+    assert of_cells[0] > 1.5 * even and of_cells[:4].argmin() == 3
 
 
 @pytest.mark.slow
