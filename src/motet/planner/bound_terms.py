@@ -56,10 +56,10 @@ class _Passes:
 
 
 class ShapeTerms:
-    """The terms of all shapes of a job."""
+    """The terms of all shapes of a job. cuts: whether sequences and items may be cut over replicas."""
 
-    def __init__(self, job: Job, rows: ExampleRows) -> None:
-        self.job, self.model, self.cost = job, job.model, job.cost.unwrapped()
+    def __init__(self, job: Job, rows: ExampleRows, *, cuts: bool = False) -> None:
+        self.job, self.model, self.cost, self.cuts = job, job.model, job.cost.unwrapped(), cuts
         self.num_ranks, self.batch_size = job.cluster.num_ranks, job.batch.num_examples
         self.by_shape = self.num_ranks <= MAX_RANKS_BY_SHAPE
         self.seconds = BlockSeconds(job, rows)
@@ -172,7 +172,7 @@ class ShapeTerms:
         where padding counts, in the number that takes the least. is_whole: no item is cut, so that it counts.
         """
         most = self._cells(dp).most
-        if self.by_shape and is_whole and self.model.module(name).padded:
+        if self.by_shape and is_whole and not self.cuts and self.model.module(name).padded:
             least = np.minimum.accumulate(self._padded(name, tp, learning)[:, :, first - 1 :], axis=2)
             return least[:, :, np.minimum(most - first, least.shape[2] - 1)] / dp
         merged = self._table(name, tp, cp, learning)[:, :, first - 1 : first] / dp
@@ -202,7 +202,7 @@ class ShapeTerms:
         takes longer than the mean of all replicas, each has items of it.
         """
         hosted, dp = self._hosted(shape), shape.dp
-        if not self.by_shape or shape.kind == "data_parallel" or dp == 1:
+        if not self.by_shape or shape.kind == "data_parallel" or dp == 1 or self.cuts:
             return dict.fromkeys(hosted, 1), math.inf
         sizes = shape.tp, shape.cp, shape.kind
         all_s = sum(self._on_one(name, *sizes, dp) for name in (BACKBONE, *hosted))
@@ -259,6 +259,8 @@ class ShapeTerms:
     # ------------------------------------------------------------------------------------------------------ item
 
     def _item_s(self, shape: Shape) -> float:
+        if self.cuts:
+            return 0.0
         if not self.by_shape:
             shared = self._longest(shape.tp, self.num_ranks // shape.tp, 1, False)
             return float(shared[[FORWARD, INPUT], 0].sum())
@@ -323,7 +325,8 @@ class ShapeTerms:
         in_order = [*(encoders if len(encoders) == 1 else ()), BACKBONE]
         first_s = sum(float(blocks[name].sum()) for name in encoders if name not in in_order)
         before = np.concatenate([[0.0], *(blocks[name] for name in in_order)]).cumsum()
-        waits = [self._least(name, shape.tp, shape.cp)[FORWARD] for name in in_order]
+        # Of an example that is cut, a replica may have next to nothing.
+        waits = [(not self.cuts) * self._least(name, shape.tp, shape.cp)[FORWARD] for name in in_order]
         waited = np.concatenate([*(each.cumsum() - each for each in waits), [0.0]])
         begins = np.maximum.accumulate(before - waited)
 

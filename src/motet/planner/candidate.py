@@ -88,7 +88,7 @@ class RuledOut:
     shortfall_bytes: memory that the fullest rank lacks; 0 where memory is not the reason.
     remedies:        changes that make it fit, e.g. "ZeRO 3". Each was tried.
     batches:         batch sizes that do divide where the job's does not, which have not been tried.
-    lacks_pin:       whether it was proposed, so that it fits memory, and a pin is all that it lacks.
+    nearly_fits:     whether it fits memory, and all that it lacks is a pin, or that training can run it.
     """
 
     strategy: str
@@ -97,7 +97,7 @@ class RuledOut:
     shortfall_bytes: float = 0.0
     remedies: tuple[str, ...] = ()
     batches: tuple[int, ...] = ()
-    lacks_pin: bool = False
+    nearly_fits: bool = False
 
 
 def size_words(size_bytes: float) -> str:
@@ -170,6 +170,11 @@ class Pins:
     fields: Mapping[str, FieldPins] = field(default_factory=dict)
     deferred_warmup: bool | None = None
     fills: tuple[Fill, ...] | None = None
+
+    @property
+    def cuts(self) -> bool:
+        """Whether Plans may cut examples over replicas, which none does unasked."""
+        return self.balance == "split"
 
     def allow(self, **chosen: object) -> bool:
         """Whether each chosen value is the pinned one, or its field is not pinned."""

@@ -108,7 +108,7 @@ def with_pinned_fields(candidate: Candidate, pins: Pins) -> Candidate | RuledOut
     if pins.fills == ():
         plan = replace(plan, fills=())
     if why := unmet(plan, pins):
-        return RuledOut(candidate.strategy, candidate.what, f"{why}, as is pinned.", lacks_pin=True)
+        return RuledOut(candidate.strategy, candidate.what, f"{why}, as is pinned.", nearly_fits=True)
     if plan == candidate.plan:
         return candidate
     try:

@@ -33,13 +33,13 @@ _MAX_TRIED = 3
 
 
 def nearest_miss(ruled_out: Sequence[RuledOut]) -> RuledOut | None:
-    """The first that lacks nothing but a pin, else the one that lacks the fewest bytes; where memory is never the
+    """The first that nearly fits, else the one that lacks the fewest bytes; where memory is never the
     reason, the first that is a Plan, else the first.
 
     A Plan that a profile is too small to predict is nearer than a strategy that has none.
     """
-    if (pinned := next((ruled for ruled in ruled_out if ruled.lacks_pin), None)) is not None:
-        return pinned
+    if (near := next((ruled for ruled in ruled_out if ruled.nearly_fits), None)) is not None:
+        return near
     lacking = [ruled for ruled in ruled_out if ruled.shortfall_bytes > 0]
     if lacking:
         return min(lacking, key=lambda ruled: ruled.shortfall_bytes)
@@ -99,7 +99,7 @@ def _on_more_nodes(job: Job, strategies: Mapping[str, Strategy], pins: Pins) -> 
     first, *_ = strategies
     for num_nodes in _more_nodes(job.cluster.num_nodes):
         larger = job.on(replace(job.cluster, num_nodes=num_nodes))
-        if math.isinf(step_bound(larger).step_s):
+        if math.isinf(step_bound(larger, cuts=pins.cuts).step_s):
             continue
         name = next((name for name, strategy in strategies.items() if _proposed(strategy, larger, pins)), None)
         if name is not None:

@@ -91,7 +91,7 @@ class Refinement:
     @cached_property
     def _bound_s(self) -> float:
         """Below it is the step of no Plan of the job."""
-        return step_bound(self.job).step_s
+        return step_bound(self.job, cuts=self.pins.cuts).step_s
 
     def refined(
         self, results: Sequence[SimulatedCandidate], varied: Sequence[SimulatedCandidate]

@@ -110,7 +110,7 @@ def _search_smaller(evaluation: CandidateEvaluation, strategies: Mapping[str, St
     to_beat_s, best, is_varied = list(all_s), dict[int, SimulatedCandidate](), dict[int, bool]()
     for job in smaller_jobs(evaluation.job):
         slowest_s = max(to_beat_s)
-        if step_bound(job, rows=rows, up_to_s=slowest_s).step_s >= slowest_s:
+        if step_bound(job, cuts=evaluation.pins.cuts, rows=rows, up_to_s=slowest_s).step_s >= slowest_s:
             continue
         fewer = CandidateEvaluation(
             job,
@@ -147,7 +147,7 @@ def _fastest_s(evaluation: CandidateEvaluation, kind: Callable[[Plan], bool]) ->
 
 def _as_pinned(job: Job, plan: Plan) -> Candidate:
     """The candidate of a Plan that is pinned whole."""
-    return Candidate(strategy_of(plan), "as pinned", plan, step_bound(job).step_s or 1.0)
+    return Candidate(strategy_of(plan), "as pinned", plan, step_bound(job, cuts=plan.balance == "split").step_s or 1.0)
 
 
 def _check_lengths(job: Job) -> None:

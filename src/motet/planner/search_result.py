@@ -85,8 +85,10 @@ class SearchResult:
 
     @cached_property
     def bound(self) -> StepBound:
-        """A lower bound of the predicted step of every Plan of the job, searched or not."""
-        return step_bound(self.job)
+        """A lower bound of the predicted step of every Plan of the job, searched or not, that cuts examples over
+        replicas only if that is pinned.
+        """
+        return step_bound(self.job, cuts=self.pins.cuts)
 
     def with_obstacles(self, obstacle: Callable[[Plan], str], *, is_trainable: bool) -> SearchResult:
         """The result with what training cannot run yet marked; if `is_trainable`, ruled out.
@@ -97,7 +99,12 @@ class SearchResult:
         if not is_trainable:
             return replace(self, results=tuple(marked))
         ruled_out = [
-            RuledOut(one.candidate.strategy, one.candidate.what, f"training cannot run {one.obstacle} yet")
+            RuledOut(
+                one.candidate.strategy,
+                one.candidate.what,
+                f"training cannot run {one.obstacle} yet",
+                nearly_fits=True,
+            )
             for one in marked
             if one.obstacle
         ]

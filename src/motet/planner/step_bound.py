@@ -1,8 +1,9 @@
 """A lower bound of the step of every Plan of a job, whatever its strategy: how far an answer can be from the best.
 
-Every Plan computes all items once, in whole examples of the backbone, and updates every trainable parameter. For each
-shape of the backbone's unit (TP, CP, PP, DP on at most the ranks of the cluster), with encoders on its ranks or on
-others (`bound_shapes.py`), and for each number of microbatches, a step takes at least each of these (`bound_terms.py`):
+Every Plan computes all items once, in whole examples of the backbone unless replicas may share these, and updates every
+trainable parameter. For each shape of the backbone's unit (TP, CP, PP, DP on at most the ranks of the cluster), with
+encoders on its ranks or on others (`bound_shapes.py`), and for each number of microbatches, a step takes at least each
+of these (`bound_terms.py`):
 
 - `work`: a mean rank's share of all rows, and of the optimizer's update. Every microbatch takes some seconds whatever
   its rows, and its padding, which is the least in the best groups of items. Padding does not count where ranks share
@@ -59,18 +60,24 @@ class StepBound(NamedTuple):
 
 
 def step_bound(
-    job: Job, *, without: Collection[Term] = (), rows: ExampleRows | None = None, up_to_s: float = math.inf
+    job: Job,
+    *,
+    cuts: bool = False,
+    without: Collection[Term] = (),
+    rows: ExampleRows | None = None,
+    up_to_s: float = math.inf,
 ) -> StepBound:
     """The bound of a job on its own batch; 0 where a profile lacks times without TP. Kept for each job.
 
-    without: terms to leave out. rows: of the batch, where several clusters are bounded.
+    cuts: of Plans that may cut examples and items over replicas (balance "split"). without: terms to leave out.
+    rows: of the batch, where several clusters are bounded.
     up_to_s: a larger bound is not looked for; it is this then, which takes a fraction of the time.
     """
-    is_whole = not without and up_to_s == math.inf
+    is_whole = not without and not cuts and up_to_s == math.inf
     if is_whole and job in _known_bounds:
         return _known_bounds[job]
     try:
-        bound = _Bounds(job, frozenset(without), rows or ExampleRows(job)).least(up_to_s)
+        bound = _Bounds(job, cuts, frozenset(without), rows or ExampleRows(job)).least(up_to_s)
     except UserError:
         bound = StepBound(0.0, "work")
     if is_whole:
@@ -85,8 +92,8 @@ _known_bounds: WeakKeyDictionary[Job, StepBound] = WeakKeyDictionary()
 class _Bounds:
     """The bounds of all shapes of a job."""
 
-    def __init__(self, job: Job, without: frozenset[Term], rows: ExampleRows) -> None:
-        self.job, self.without, self.terms = job, without, ShapeTerms(job, rows)
+    def __init__(self, job: Job, cuts: bool, without: frozenset[Term], rows: ExampleRows) -> None:
+        self.job, self.without, self.terms = job, without, ShapeTerms(job, rows, cuts=cuts)
         self.num_ranks = job.cluster.num_ranks
 
     def least(self, up_to_s: float = math.inf) -> StepBound:

@@ -134,7 +134,7 @@ def test_the_nearest_miss_lacks_the_least_memory_and_a_plan_is_nearer_than_none(
     divides, much, less = RuledOut("a", "", "x"), RuledOut("b", "", "y", 2.0), RuledOut("c", "", "z", 1.0)
     guess = RuledOut("d", "TP 1", "beyond the profile")
     assert nearest_miss([divides, guess, much, less]) is less
-    pinned = RuledOut("chain", "TP 2", "deferred_warmup is no, not yes, as is pinned.", lacks_pin=True)
+    pinned = RuledOut("chain", "TP 2", "deferred_warmup is no, not yes, as is pinned.", nearly_fits=True)
     assert nearest_miss([divides, guess, much, less, pinned]) is pinned
     assert nearest_miss([divides, guess]) is guess
     assert nearest_miss([divides]) is divides

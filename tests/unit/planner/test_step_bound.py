@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -97,6 +98,32 @@ def test_no_plan_made_by_hand_is_below_the_bound(units):
     schedule = "data_parallel" if units == "one" else "1f1b"
     plan = Plan(planned.model, planned.cluster, plans[units], 8, 1, schedule)
     assert step_bound(planned).step_s <= predict(plan, planned.workload, planned.cost, seed=planned.seed).step_s
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 60))])
+def test_no_drawn_plan_that_cuts_examples_is_below_the_bound(seed):
+    """On links that cost little, so that much is cut. A bound of whole examples would be above many of them."""
+    rng, num_cut = Random(seed), 0
+    while num_cut < 4:
+        drawn = on_links(drawn_job(rng), Link(1e13, 0.0))
+        drawn = replace(drawn, balancing=partial(cheap_links, drawn.balancing))
+        terms, least_s = ShapeTerms(drawn, ExampleRows(drawn), cuts=True), step_bound(drawn, cuts=True).step_s
+        for plan in filter(None, (drawn_plan(rng, drawn) for _ in range(12))):
+            plan = replace(plan, balance="split")
+            try:
+                check_fit(plan)
+                assignment = drawn.assignment(plan)
+                step_s = step_s_of(plan, planned(plan), assignment, drawn.cost)
+            except (UserError, ArgumentError):  # It does not fit, or its Program does not run.
+                continue
+            of_shape = terms.of(shape_of(plan))
+            assert max(least_s, float(np.max(list(of_shape.values()), axis=0).min())) <= step_s * (1 + 1e-9)
+            num_cut += any(items.cuts is not None for items in assignment.modules.values())
+
+
+def cheap_links(balancing, plan):
+    costs = balancing(plan)
+    return replace(costs, times=replace(costs.times, link=Link(1e13, 0.0)))
 
 
 SLOW = [pytest.param(number, marks=pytest.mark.slow) for number in range(12, 150, 3)]
