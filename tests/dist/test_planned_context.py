@@ -1,10 +1,12 @@
 """`motet train RECIPE --plan PLAN.json` where ranks share sequences: losses, rows, and what is refused."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
-from cli.tiny_job import losses, metrics
+from cli.tiny_job import losses, metrics, write_tiny_job
+from dist.test_bad_media import spoil_clips
 from dist.test_executed import traced
 from dist.test_planned import DEEPER, FEW_CUTS, plan_of, row_of, run_planned, train_under
 from motet.core.errors import UserError
@@ -87,6 +89,32 @@ def test_replicas_that_share_sequences_train_as_one_process_does(
     for rank in range(plan.cluster.num_ranks):
         expected = row_of(tmp_path / "plan.json", job, rank, monkeypatch, capsys)
         assert all([name for name, _, _ in found[rank, step]] == expected for step in range(8))
+
+
+@pytest.mark.parametrize(
+    ("stages", "order", "batch_size", "bad"),
+    [(WHOLE, "given", 2, 0), pytest.param(FEW_CUTS, "both", 6, 6, marks=pytest.mark.slow)],
+    ids=["as they come", "in an order, with bad clips"],
+)
+def test_a_step_that_cuts_sequences_says_what_that_gains(tmp_path, stages, order, batch_size, bad):
+    """Of all its cuts, by the figures of the device that it is on. For others nothing is predicted."""
+    job = write_tiny_job(tmp_path / "data")
+    if bad:
+        spoil_clips(job.parent, "train-*.wav", bad)
+    plan = replace(shared(job, stages, dp=2), balance="split", batch_size=batch_size, order=order)
+    device = replace(plan.cluster.device, name="cpu")
+    plan = replace(plan, units=(replace(plan.units[0], cp=1),))
+    plan = replace(plan, cluster=replace(plan.cluster, device=device, ranks_per_node=plan.units[0].num_ranks))
+    run_dir = run_planned(job, tmp_path, plan, f"run.batch_size={batch_size}", "checkpoint.every_steps=0")
+    steps = metrics(run_dir)
+    cut = [step for step in steps if step["balance"]["cut"] is not None]
+    assert cut and (sum(len(step["left_out"]) for step in steps) > 0) == bool(bad)
+    for step in cut:
+        gained_s = step["balance"]["cut"]["gained_s"]
+        assert gained_s and abs(gained_s) < step["predicted_s"]
+        assert step["cuts"] and all(item["gain_s"] == gained_s for item in step["cuts"])
+    said = json.loads((run_dir / "summary.json").read_text())["balance"]["cut"]
+    assert said["gained_s"] == pytest.approx(sum(step["balance"]["cut"]["gained_s"] for step in cut))
 
 
 def test_what_replicas_that_share_sequences_cannot_do_is_refused(job):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from motet.assign.step import StepAssignment, joined
 from motet.balance import (
     METHODS,
     Choice,
@@ -169,6 +170,13 @@ class Decision:
             before={phase: remaining(phase, assignment) for phase, assignment in self.before.items()},
             work=work,
         )
+
+
+def joined_decisions(lengths: Sequence[BatchLengths], decisions: Sequence[Decision]) -> StepAssignment:
+    """The StepAssignment of the decisions of a step's microbatches, and of the lengths of each."""
+    assignments = [decision.assignments for decision in decisions]
+    cuts = [{BACKBONE: decision.cuts, **decision.item_cuts} for decision in decisions]
+    return joined(lengths, assignments, cuts=cuts)
 
 
 class Orchestrator:

@@ -7,19 +7,19 @@ Ranks of the assignments are replicas of each module's unit. Of an encoder whose
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from motet.assign.item_shares import item_shares, joined_cuts
-from motet.assign.orchestrator import Decision, with_cut_loads
+from motet.assign.orchestrator import Decision, joined_decisions, with_cut_loads
 from motet.assign.ordering import StepSeconds
 from motet.assign.plan import assign_step
 from motet.assign.step import ModuleAssignment, StepAssignment
 from motet.assign.whole_step import DecidedMicrobatch, DecidedStep
 from motet.balance import LengthWork, Packed, PhaseCosts, score
-from motet.core.arrays import Int64Array
+from motet.core.arrays import BoolArray, Int64Array
 from motet.core.assignment import Assignment
 from motet.core.cuts import ItemCuts
 from motet.core.plan import Plan
@@ -55,6 +55,25 @@ def microbatches_of(
         _decided(plan, step, program, number, np.flatnonzero(microbatch == number))
         for number in range(step.num_microbatches)
     )
+
+
+def decided_otherwise(
+    plan: Plan, decided: DecidedStep, kept: Sequence[BoolArray], seconds: StepSeconds | None = None
+) -> StepAssignment:
+    """The assignment of a step as another Plan decides it, by replicas of units alone.
+
+    decided: the step as it was decided. kept: of each of its microbatches, the examples that were not left out, bool
+    [num_examples]: the others have no part in either. seconds: of the other Plan, as of `assign_step`, and so errors.
+    """
+    order = np.argsort(np.concatenate([part.examples for part in decided.microbatches]))
+    is_kept = np.concatenate(kept)[order]
+    lengths = BatchLengths.joined([part.lengths for part in decided.microbatches]).take(order)
+    of_microbatches, decisions = [], []
+    for part in decide_planned_step(plan, lengths, seconds).microbatches:
+        kept_here = is_kept[part.examples]
+        of_microbatches.append(part.lengths.keep(kept_here))
+        decisions.append(part.decision.keep(kept_here, part.lengths))
+    return by_replica(plan, joined_decisions(of_microbatches, decisions))
 
 
 def by_replica(plan: Plan, step: StepAssignment) -> StepAssignment:

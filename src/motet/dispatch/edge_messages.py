@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from motet.assign.context_rows import num_rows_here
+from motet.assign.orchestrator import joined_decisions
 from motet.assign.rows import Dealing, SentRows, edge_rows, num_given_here
-from motet.assign.step import ModuleAssignment, StepAssignment, joined
+from motet.assign.step import ModuleAssignment, StepAssignment
 from motet.core.arrays import Int64Array
 from motet.core.cuts import CutRows
 from motet.core.item_segments import ItemSegments
@@ -54,12 +55,7 @@ class MessagePart:
 
 def assignment_of(batches: Sequence[RankBatch]) -> StepAssignment:
     """The StepAssignment of a step from its microbatches, without the examples that were left out."""
-    decisions = [batch.decision for batch in batches]
-    return joined(
-        [batch.lengths for batch in batches],
-        [decision.assignments for decision in decisions],
-        cuts=[{BACKBONE: decision.cuts, **decision.item_cuts} for decision in decisions],
-    )
+    return joined_decisions([batch.lengths for batch in batches], [batch.decision for batch in batches])
 
 
 def message_parts(

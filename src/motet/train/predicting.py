@@ -5,13 +5,13 @@ figures of the Plan's cluster, if its device is what the run trains on. Otherwis
 says why.
 
 The first rank predicts, in a thread beside the step. Of a Plan with many actions it predicts every n-th step, so that
-steps need not wait for it.
+steps need not wait for it. A step that cuts sequences is predicted with whole ones, too, and counts twice.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -19,24 +19,23 @@ from typing import Any
 
 import torch
 
-from motet.assign.planned_step import by_replica
 from motet.core.errors import UserError
 from motet.cost.model import CostModel
 from motet.cost.profile import PROFILE_FILE
 from motet.cost.profiled import Profiled
 from motet.cost.source import cost_model, is_measured_elsewhere
-from motet.dispatch import RankBatch
-from motet.dispatch.edge_messages import assignment_of
 from motet.runtime.step import StepResult
 from motet.schedule import planned
-from motet.simulate.predict.predict import MAX_ISLANDS, filler_of, predict_assigned
+from motet.simulate.predict.predict import MAX_ISLANDS
 from motet.simulate.predict.prediction import Prediction
 from motet.train.checkpoint.choice import Say
 from motet.train.device import device_name
+from motet.train.input.feed import StepInput
 from motet.train.planned_job import ChosenPlan
 from motet.train.recipe.recipe import Recipe
 from motet.train.report.beside import MeasuredBeside, predicted_actions, write_last_step
 from motet.train.report.rank_time import aligned
+from motet.train.step_predictor import PredictedStep, StepPredictor
 from motet.train.world import World
 
 _MAX_ACTIONS = 20_000
@@ -74,41 +73,39 @@ class PredictedRun:
     """
 
     def __init__(self, recipe: Recipe, chosen: ChosenPlan, world: World, say: Say) -> None:
-        self._plan, self._stages, self._world = chosen.plan, planned(chosen.plan), world
-        self._filler = filler_of(self._stages) if world.is_first else None
+        self._world, stages = world, planned(chosen.plan)
         self._beside = MeasuredBeside(_replan(chosen, recipe))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="predict")
-        self._future: Future[Prediction] | None = None
+        self._future: Future[PredictedStep] | None = None
         self._last: tuple[StepResult, Prediction | None] | None = None
         cost = run_cost(chosen, recipe, world.device) if world.is_first else ""
         if isinstance(cost, str) and cost:
             say(cost)
-        self._cost, self._exchange = None if isinstance(cost, str) else cost, recipe.context.exchange
-        layout, num_actions = self._stages.layout, self._stages.program.num_actions
-        self._every = math.ceil(num_actions * min(layout.num_islands, MAX_ISLANDS) / _MAX_ACTIONS)
-        self._number = 0
+        self._steps = None if isinstance(cost, str) else StepPredictor(stages, cost, recipe.context.exchange)
+        self._num_actions = stages.program.num_actions * min(stages.layout.num_islands, MAX_ISLANDS)
+        self._next, self._number = 0, -1
 
-    def start(self, batches: Sequence[RankBatch]) -> None:
-        """Start to predict a step from its microbatches, if it is the turn of one."""
-        is_turn, self._number = self._number % self._every == 0, self._number + 1
-        if self._cost is not None and is_turn:
-            assignment = by_replica(self._plan, assignment_of(batches))
-            step = self._plan, self._stages, assignment, self._cost
-            self._future = self._pool.submit(predict_assigned, *step, filler=self._filler, exchange=self._exchange)
+    def start(self, fed: StepInput) -> None:
+        """Start to predict a step from its input, if it is the turn of one."""
+        self._number += 1
+        if self._steps is not None and self._number >= self._next:
+            self._future = self._pool.submit(self._steps.of, fed.batches, fed.decided, fed.kept)
 
-    def of(self, result: StepResult, measured: Mapping[str, Any], say: Say) -> Prediction | None:
-        """The prediction of the step that was started last; None on other ranks, and for a step that is not predicted.
+    def of(self, result: StepResult, measured: Mapping[str, Any], say: Say) -> tuple[Prediction | None, float | None]:
+        """The prediction of the step that was started last, and what cuts gain in it, as of `PredictedStep`; None on
+        other ranks, and for a step that is not predicted.
 
         measured: the metrics of the step. say: told once how the first steps compare.
         """
-        prediction = self._take(say)
+        step = self._take(say)
+        prediction, gained_s = (None, None) if step is None else (step.prediction, step.gained_s)
         self._last = result, prediction
         if prediction is not None:
             means = {name: seconds["mean_s"] for name, seconds in measured["actions"].items()}
             predicted = prediction.step_s, predicted_actions(prediction)
             if said := self._beside.add(measured["makespan_s"], means, *predicted):
                 say(said)
-        return prediction
+        return prediction, gained_s
 
     def write_last_step(self, folder: Path) -> None:
         """Write the last step of this process for the report, measured on all ranks and predicted. A collective."""
@@ -120,14 +117,19 @@ class PredictedRun:
             predicted = None if prediction is None else prediction.timeline
             write_last_step(folder, result.step + 1, aligned(timelines), predicted)
 
-    def _take(self, say: Say) -> Prediction | None:
+    def _take(self, say: Say) -> PredictedStep | None:
         future, self._future = self._future, None
+        if future is None:
+            return None
         try:
-            return None if future is None else future.result()
+            step = future.result()
         except UserError as error:  # A profile may lack a layer or a message.
-            self._cost = None
+            self._steps = None
             say(f"Steps are not predicted from now on: {error}")
             return None
+        num_actions = self._num_actions * (1 if step.gained_s is None else 2)
+        self._next = self._number + math.ceil(num_actions / _MAX_ACTIONS)
+        return step
 
     def __enter__(self) -> PredictedRun:
         return self

@@ -327,7 +327,7 @@ class _Run:
         self._seed(step)
         batches = [batch.to(self.world.device, non_blocking=True) for batch in self.job.drawn(step, fed)]
         if self.predicted is not None:
-            self.predicted.start(fed.batches)
+            self.predicted.start(fed)
         run, clock = self.recipe.run, self.job.step.clock
         profiling = profiled(run.dir, run.profile_steps, step + 1, clock, self.world)
         with self._correcting(fed), profiling as self.write_profile:
@@ -392,7 +392,9 @@ class _Run:
             self._say(self.job.recomputation.lacking_words(result.step + 1, lacking_bytes))
         if self.spans is not None:
             self.spans += result.timeline
-        prediction = None if self.predicted is None else self.predicted.of(result, joined, self._say)
+        prediction, gained_s = None, None
+        if self.predicted is not None:
+            prediction, gained_s = self.predicted.of(result, joined, self._say)
         if self.log is not None:
             tokens_per_s = result.num_tokens / joined["step_s"]
             self.log.write(
@@ -424,8 +426,8 @@ class _Run:
                     **prediction_metrics(prediction),
                     "bytes": result.sent_bytes,
                     "exchange": exchange_metrics(joined["actions"], result, fed),
-                    "balance": balance_metrics(fed.batches),
-                    "cuts": cut_items(fed.batches),
+                    "balance": balance_metrics(fed.batches, gained_s),
+                    "cuts": cut_items(fed.batches, gained_s),
                     "defer": step_metrics(fed.decided),
                     "phases": phase_metrics(self.spec, fed.batches),
                     "bad_examples": fed.num_bad + self.job.dataset.left_out.num_bad,

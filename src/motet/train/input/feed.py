@@ -68,6 +68,7 @@ class StepInput:
     """The microbatches of one step on this rank.
 
     examples:          a microbatch: numbers of its examples in the dataset, int64 [num_examples], as in its lengths.
+    kept:              a microbatch: which of all that it was dealt these are, bool.
     position, num_bad: examples consumed, and dropped as bad, in the run after this step.
     left_out:          files for which examples were dropped in this step, over all ranks.
     decided:           what was decided for the step as a whole; None: nothing was.
@@ -78,6 +79,7 @@ class StepInput:
 
     batches: list[RankBatch]
     examples: list[Int64Array]
+    kept: list[BoolArray]
     position: int
     num_bad: int
     left_out: tuple[UnreadableExample, ...]
@@ -182,7 +184,7 @@ class Feed:
         num_microbatches = (steps.num_steps - steps.first_step) * steps.microbatches
         starting = self._starting()
         started: deque[_Started] = deque()
-        step: list[tuple[Loaded, Int64Array]] = []
+        step: list[tuple[Loaded, Int64Array, BoolArray]] = []
         position = steps.position
         for number in range(num_microbatches):
             # Others are started before this one is awaited, so that decoders always have work.
@@ -197,7 +199,7 @@ class Feed:
             loaded = self._loading.finish(pending, kept)
             if self._prepare:
                 loaded = replace(loaded, batch=self._prepare(loaded.batch))
-            step.append((loaded, ids[kept]))
+            step.append((loaded, ids[kept], kept))
             self._largest_bytes = max(self._largest_bytes, _media_bytes(loaded.batch))
             position += len(ids)
             self._check_bad_fraction(position, is_last=number + 1 == num_microbatches)
@@ -205,12 +207,15 @@ class Feed:
                 self._put(self._joined(step, begun.step.decided, position))
                 step, self._left_out = [], []
 
-    def _joined(self, step: list[tuple[Loaded, Int64Array]], decided: DecidedStep | None, position: int) -> StepInput:
-        """The input of a step from its microbatches and their example numbers."""
-        loaded = [each for each, _ in step]
+    def _joined(
+        self, step: list[tuple[Loaded, Int64Array, BoolArray]], decided: DecidedStep | None, position: int
+    ) -> StepInput:
+        """The input of a step from its microbatches, their example numbers, and which examples were kept."""
+        loaded = [each for each, _, _ in step]
         return StepInput(
             batches=[each.batch for each in loaded],
-            examples=[ids for _, ids in step],
+            examples=[ids for _, ids, _ in step],
+            kept=[kept for _, _, kept in step],
             position=position,
             num_bad=self._num_bad,
             left_out=tuple(self._left_out),

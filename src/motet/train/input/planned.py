@@ -102,10 +102,7 @@ class StepDecider:
         self._plan, self._island = program.layout.plan, place.island
         by_step = self._plan.filling == "by_step" and not own_fills
         self._filler = StepFiller(program) if by_step else None
-        self._seconds: PricedSteps | None = None
-        if self._plan.order != "given":
-            cost = cost_model(self._plan.cluster, self._plan.precision, moments=self._plan.moments)
-            self._seconds = PricedSteps(self._plan, cost, program)
+        self._seconds = step_seconds(program)
 
     def __call__(self, lengths: BatchLengths) -> DecidedStep:
         """Decide a step. Raises as `decide_planned_step` does."""
@@ -114,6 +111,16 @@ class StepDecider:
     def _program(self, step: StepAssignment) -> PlannedProgram:
         assert self._filler is not None
         return self._filler.program(step, self._island)
+
+
+def step_seconds(program: PlannedProgram) -> PricedSteps | None:
+    """The seconds by which training orders the examples of a Plan's steps: by the figures of its devices. None: it
+    orders none.
+    """
+    plan = program.layout.plan
+    if plan.order == "given":
+        return None
+    return PricedSteps(plan, cost_model(plan.cluster, plan.precision, moments=plan.moments), program)
 
 
 def stages_of_examples(

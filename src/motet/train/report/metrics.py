@@ -215,8 +215,8 @@ def prediction_metrics(prediction: Prediction | None) -> dict[str, Any]:
     }
 
 
-def balance_metrics(batches: Sequence[RankBatch]) -> dict[str, Any]:
-    """How the microbatches of a step were balanced.
+def balance_metrics(batches: Sequence[RankBatch], step_gained_s: float | None = None) -> dict[str, Any]:
+    """How the microbatches of a step were balanced. step_gained_s: as of `cut_metrics`.
 
     methods:     method -> number of microbatches for which it was chosen.
     predicted_s: method -> predicted seconds, summed over the microbatches for which it was considered.
@@ -231,17 +231,20 @@ def balance_metrics(batches: Sequence[RankBatch]) -> dict[str, Any]:
         "methods": dict(Counter(decision.method for decision in decisions)),
         "predicted_s": {method: _rounded(seconds) for method, seconds in predicted_s.items()},
         "why": {decision.method: decision.why for decision in decisions if decision.why},
-        "cut": cut_metrics(batches),
+        "cut": cut_metrics(batches, step_gained_s),
     }
 
 
-def cut_metrics(batches: Sequence[RankBatch]) -> dict[str, Any] | None:
+def cut_metrics(batches: Sequence[RankBatch], step_gained_s: float | None = None) -> dict[str, Any] | None:
     """The items of a step that several ranks shared; None if none were.
+
+    step_gained_s: what cuts gain in the step as a whole (`PredictedStep.gained_s`); None: that is not known.
 
     microbatches: in which some were. sequences, rows: cut ones, and their rows. degrees: ranks -> sequences so shared.
     items: encoder -> of its items, how many were cut (`cut`), their `length`, and `degrees`.
     gained_s: predicted seconds of the fastest way of whole sequences that was considered, less those of cutting, summed
-              over those of these microbatches that fit whole; None if none was considered.
+              over those of these microbatches that fit whole; None if none was considered. Under a Plan with stages,
+              of the whole step, whether whole sequences fit or not; less than 0 where cutting takes longer.
     by_memory: of these microbatches, those that no rank could hold whole.
     """
     cut = [batch for batch in batches if batch.decision.shares_items]
@@ -249,14 +252,14 @@ def cut_metrics(batches: Sequence[RankBatch]) -> dict[str, Any] | None:
         return None
     phases = (BACKBONE, *batches[0].lengths.items)
     degrees: dict[str, Counter[int]] = {phase: Counter() for phase in phases}
-    rows, gained_s = Counter(), []
+    rows, of_microbatches_s = Counter(), []
     for batch in cut:
         for phase in phases:
             if (cuts := batch.decision.cuts_of(phase)) is not None:
                 degrees[phase].update(cuts.degrees.values())
                 rows[phase] += int(batch.lengths.of(phase).length[cuts.items].sum())
         gained = gained_by_cuts_s(batch.decision)
-        gained_s += [] if gained is None else [gained]
+        of_microbatches_s += [] if gained is None else [gained]
     return {
         "microbatches": len(cut),
         "sequences": degrees[BACKBONE].total(),
@@ -267,7 +270,7 @@ def cut_metrics(batches: Sequence[RankBatch]) -> dict[str, Any] | None:
             for phase, of in degrees.items()
             if of and phase != BACKBONE
         },
-        "gained_s": _rounded(sum(gained_s)) if gained_s else None,
+        "gained_s": _rounded_or_none(sum(of_microbatches_s) if of_microbatches_s else step_gained_s),
         "by_memory": sum(not batch.decision.fits_whole for batch in cut),
     }
 
@@ -285,21 +288,23 @@ _UNEVEN = "more than an even share of its microbatch"
 """Why a Plan with stages cuts an item."""
 
 
-def cut_items(batches: Sequence[RankBatch]) -> list[dict[str, Any]]:
-    """The items of a step that several ranks shared, one by one.
+def cut_items(batches: Sequence[RankBatch], step_gained_s: float | None = None) -> list[dict[str, Any]]:
+    """The items of a step that several ranks shared, one by one. step_gained_s: as of `cut_metrics`.
 
     microbatch, module, item: where, of what, and its number there (of the backbone: the example). length: its own.
     ranks: how many share it. why: "memory" where no way of whole items fits, else what the decision says; a Plan with
            stages compares no ways, and cuts what is more than an even share.
-    gain_s: of all cuts of its microbatch, as of `gained_by_cuts_s`.
+    gain_s: of all cuts of its microbatch, as of `gained_by_cuts_s`. Under a Plan with stages, of all cuts of the step
+            over replicas, as microbatches run at the same time there; None of an item that ranks of one replica share.
     """
     found = []
     for microbatch, batch in enumerate(batches):
         decision = batch.decision
-        gained_s = gained_by_cuts_s(decision)
+        own_s = gained_by_cuts_s(decision)
         for module in (BACKBONE, *batch.lengths.items) if decision.shares_items else ():
             degrees = {} if (cuts := decision.cuts_of(module)) is None else cuts.degrees
             length = batch.lengths.of(module).length
+            gain_s = own_s if own_s is not None or module in decision.sharing else step_gained_s
             found += [
                 {
                     "microbatch": microbatch,
@@ -308,7 +313,7 @@ def cut_items(batches: Sequence[RankBatch]) -> list[dict[str, Any]]:
                     "length": int(length[item]),
                     "ranks": ranks,
                     "why": (decision.why or _UNEVEN) if decision.fits_whole else "memory",
-                    "gain_s": None if gained_s is None else _rounded(gained_s),
+                    "gain_s": _rounded_or_none(gain_s),
                 }
                 for item, ranks in degrees.items()
             ]
@@ -429,6 +434,10 @@ def memory_kind(device: torch.device) -> str:
 
 def _summed_max(assignments: Sequence[Assignment]) -> int:
     return sum(int(assignment.loads.max()) for assignment in assignments)
+
+
+def _rounded_or_none(value: float | None) -> float | None:
+    return None if value is None else _rounded(value)
 
 
 def _rounded(value: float) -> float:

@@ -114,7 +114,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     if summary["balance"]["why"]:
         lines.append(f"balanced by {methods_line(summary['balance']['methods'])}")
     if cut := summary["balance"]["cut"]:
-        gained = "" if cut["gained_s"] is None else f", {cut['gained_s']:.3g} s gained by prediction"
+        gained = "" if cut["gained_s"] is None else f", {_gained_words(cut['gained_s'])} by prediction"
         items = f" and {counted_words(cut['items'], 'item')} of encoders" if cut["items"] else ""
         what = f"{counted_words(cut['sequences'], 'sequence')}{items}"
         needed = f", {cut['by_memory']:,} of which no rank could hold whole" if cut["by_memory"] else ""
@@ -139,6 +139,10 @@ def shared_phases(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _microbatches(number: int) -> str:
     return counted_words(number, "microbatch", "microbatches")
+
+
+def _gained_words(seconds: float) -> str:
+    return f"{abs(seconds):.3g} s {'lost' if seconds < 0 else 'gained'}"
 
 
 def _were(number: int) -> str:

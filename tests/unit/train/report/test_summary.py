@@ -32,10 +32,12 @@ def step(number, loss):
     }
 
 
-def summed_up(tmp_path, losses, loads=LOADS):
+def summed_up(tmp_path, losses, loads=LOADS, cut=()):
     steps = [step(number, loss) for number, loss in enumerate(losses, start=1)]
     for each in steps:
         each["phases"]["backbone"] |= loads
+    for each, gained_s in zip(steps, cut):
+        each["balance"]["cut"] = {"sequences": 1, "microbatches": 1, "gained_s": gained_s}
     lines = [json.dumps(each) for each in steps]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     summary = summarise(tmp_path, WORLD, Peak(1e9, "measured"), 5.0, {})
@@ -69,6 +71,16 @@ def test_one_step_is_no_steps(tmp_path):
 def test_loads_of_a_phase_with_several_replicas_are_told(tmp_path, loads, are_told):
     _, lines = summed_up(tmp_path, [1], loads)
     assert ("backbone: mean max/bound load 1.500 before balancing, 1.000 after, in GFLOP" in lines) == are_told
+
+
+@pytest.mark.parametrize(
+    ("gained_s", "said"),
+    [([0.5, None, -0.25], ", 0.25 s gained by prediction"), ([-0.5], ", 0.5 s lost by prediction")],
+)
+def test_what_cuts_gain_is_summed_over_the_steps_that_know_it(tmp_path, gained_s, said):
+    summary, lines = summed_up(tmp_path, [1, 2, 3], cut=gained_s)
+    assert summary["balance"]["cut"]["gained_s"] == sum(each or 0 for each in gained_s)
+    assert any(" cut over ranks in " in line and line.endswith(said) for line in lines)
 
 
 def test_steps_that_were_not_finite_have_no_loss_and_are_counted(tmp_path):
