@@ -68,10 +68,10 @@ def counting(step, model, found):
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: keep(name, tensor), lambda tensor: tensor):
             return run(section, batch, taken, **how)
 
-    def run_stage(stage, batch, inputs, part=-1):
+    def run_stage(stage, batch, *rest):
         storages.clear()
         sizes.clear()
-        result = forward(stage, batch, inputs, part)
+        result = forward(stage, batch, *rest)
         (planned,) = stages.values()
         found.append((dict(sizes), predicted(step, model, planned, batch)))
         return result
