@@ -80,14 +80,15 @@ class LayerRows:
         self, order: Int64Array, dp: int, num_counts: int, *, learning: bool = False
     ) -> Float64Array:
         """[2, num_counts], as of `BlockSeconds.longest`. Cached."""
-        if (dp, learning) not in self._shortest:
+        key = len(order), dp, num_counts, learning  # The rows are those of clusters of any size.
+        if key not in self._shortest:
             of_examples = (self.of_examples * self.learning if learning else self.of_examples)[:, order]
             sums = [np.sort(of_examples[:, : n * dp + 1])[:, : n + 1].sum(axis=1) for n in range(num_counts)]
-            self._shortest[dp, learning] = np.stack(sums, axis=1)
-        return self._shortest[dp, learning]
+            self._shortest[key] = np.stack(sums, axis=1)
+        return self._shortest[key]
 
     @cached_property
-    def _shortest(self) -> dict[tuple[int, bool], Float64Array]:
+    def _shortest(self) -> dict[tuple[int, int, int, bool], Float64Array]:
         return {}
 
 

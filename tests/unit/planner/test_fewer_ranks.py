@@ -83,12 +83,14 @@ def test_what_is_pinned_holds_on_fewer_devices(far_apart):
     assert all(unit.tp == 2 for one in found.results for unit in one.candidate.plan.units)
 
 
-def test_smaller_clusters_have_the_batches_and_the_bounds_of_jobs_of_their_own():
-    given_job = job(batch_size=32, spread=1.0)
+@pytest.mark.parametrize("num_nodes", [2, 20])
+def test_smaller_clusters_have_the_batches_and_the_bounds_of_jobs_of_their_own(num_nodes):
+    """On more than 64 ranks less is bounded, of the same rows."""
+    given_job = job(batch_size=32, spread=1.0, num_nodes=num_nodes)
     rows = ExampleRows(given_job)
     smaller = list(smaller_jobs(given_job))
     assert smaller and all(fewer.batch is given_job.batch for fewer in smaller)
-    for fewer in smaller:
+    for fewer in [given_job, *smaller]:
         assert step_bound(fewer, rows=rows) == step_bound(replace(fewer, seed=fewer.seed))
 
 
