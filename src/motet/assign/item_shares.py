@@ -17,7 +17,7 @@ import numpy as np
 from motet.assign.orchestrator import cuts_in
 from motet.balance import Overhead, assign, split
 from motet.balance.cutting import TARGETS, largest_fragments, units_of
-from motet.core.arrays import Int64Array
+from motet.core.arrays import Int64Array, rows_of_runs
 from motet.core.cuts import ItemCuts
 
 FULLEST = TARGETS[0]
@@ -131,8 +131,7 @@ def shares_of_cells(
             num = np.array([0 if one.cuts is None else len(one.cuts.item) for one in dealt])
             begins, num_here = (np.cumsum(num) - num)[which], num[which]
             of_cell = np.repeat(np.arange(len(items)), num_here)
-            at = np.arange(len(of_cell)) + np.repeat(begins - (np.cumsum(num_here) - num_here), num_here)
-            columns = np.concatenate(known, axis=1)[:, at]
+            columns = np.concatenate(known, axis=1)[:, rows_of_runs(begins, num_here)]
             columns[0] = items[of_cell, columns[0]]
             cut.append(columns)
     return CellShares(ranks, *np.concatenate(cut, axis=1))

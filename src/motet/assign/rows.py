@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from motet.assign.item_shares import item_shares
 from motet.assign.step import ModuleAssignment, StepAssignment
-from motet.core.arrays import Float64Array, Int64Array
+from motet.core.arrays import Float64Array, Int64Array, rows_of_runs
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.schedule.coordinates import Shares, sender_of, share_of
@@ -91,9 +91,7 @@ def parts_in(items: ModuleAssignment, chosen: Int64Array) -> Int64Array:
     if items.cuts is None:
         return chosen
     first, stop = (np.searchsorted(items.parts.item, chosen, side=side) for side in ("left", "right"))
-    counts = stop - first
-    found: Int64Array = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-    return found
+    return rows_of_runs(first, stop - first)
 
 
 def edge_rows(

@@ -15,8 +15,7 @@ from motet.assign.context_rows import context_rows
 from motet.assign.orchestrator import Decision
 from motet.assign.rows import takers
 from motet.assign.step import ModuleAssignment
-from motet.core.arrays import BoolArray, Float64Array, Int32Array, Int64Array
-from motet.core.context_rows import rows_of_runs
+from motet.core.arrays import BoolArray, Float64Array, Int32Array, Int64Array, rows_of_runs
 from motet.core.cuts import ItemCuts
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE, BatchLengths

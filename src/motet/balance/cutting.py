@@ -18,7 +18,7 @@ from motet.balance.item_bytes import ItemBytes, lacking_bytes
 from motet.balance.phases import Phase
 from motet.balance.scoring import scored
 from motet.balance.splitting import split
-from motet.core.arrays import Int32Array, Int64Array
+from motet.core.arrays import Int32Array, Int64Array, rows_of_runs
 from motet.core.assignment import Assignment, csr_from_ranks
 from motet.core.cuts import rows_of_fragments
 from motet.core.exchange import NS_PER_S, Network, moved
@@ -117,7 +117,7 @@ def deliveries(
         return ranks, backbone.ranks[owner], size
     first, last = (np.searchsorted(fragments.item, owner, side=side) for side in ("left", "right"))
     counts = last - first
-    part = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    part = rows_of_runs(first, counts)
     return np.repeat(ranks, counts), fragments.assignment.ranks[part], _shares(fragments, np.repeat(size, counts), part)
 
 

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
-from motet.core.arrays import BoolArray, Int64Array
+from motet.core.arrays import BoolArray, Int64Array, rows_of_runs
 from motet.core.errors import ArgumentError
 
 
@@ -89,7 +89,7 @@ class AttentionTable:
             if (np.diff(runs.ravel()) < 0).any() or runs[0, 0] < 0 or runs[-1, 1] > len(rows):
                 raise ArgumentError(f"together must ascend, from row to row, within 0 and {len(rows)}.")
             sizes = np.diff(runs)[:, 0]
-            inside = np.arange(sizes.sum()) + np.repeat(runs[:, 0] - (np.cumsum(sizes) - sizes), sizes)
+            inside = rows_of_runs(runs[:, 0], sizes)
             run = np.repeat(np.arange(len(runs)), sizes)
             across = document[inside] > runs[run, 0]
             if across.any():

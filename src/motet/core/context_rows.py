@@ -19,17 +19,6 @@ Rows = TypeVar("Rows", float, Float64Array)
 """A number of rows, or numbers of several."""
 
 
-def rows_of_runs(first: Int64Array, counts: Int64Array) -> Int64Array:
-    """The numbers of rows in runs, one after the other: counts[i] from first[i] on, int64 [sum(counts)].
-
-    Example:
-        >>> rows_of_runs(np.array([7, 0]), np.array([2, 3])).tolist()
-        [7, 8, 0, 1, 2]
-    """
-    rows: Int64Array = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-    return rows
-
-
 @dataclass(frozen=True, eq=False)
 class ContextRows:
     """Rows of packed sequences on ranks that share them.

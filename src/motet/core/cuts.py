@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from motet.core.arrays import BoolArray, Int32Array, Int64Array
+from motet.core.arrays import BoolArray, Int32Array, Int64Array, rows_of_runs
 from motet.core.errors import ArgumentError
 
 
@@ -197,8 +197,7 @@ class ItemCuts:
         order = np.argsort(self.item, kind="stable")
         first, last = (np.searchsorted(self.item[order], items, side=side) for side in ("left", "right"))
         counts = last - first
-        which = np.repeat(np.arange(len(items)), counts)
-        return which, order[np.arange(len(which)) + np.repeat(first - (np.cumsum(counts) - counts), counts)]
+        return np.repeat(np.arange(len(items)), counts), order[rows_of_runs(first, counts)]
 
     def in_order_of_ranks(self) -> ItemCuts:
         """The same sizes of fragments on the same ranks, of which each item's lower ones have the earlier rows.

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from motet.core.arrays import BoolArray, Float64Array, Int32Array, Int64Array
+from motet.core.arrays import BoolArray, Float64Array, Int32Array, Int64Array, rows_of_runs
 from motet.core.errors import ArgumentError, UserError
 from motet.core.item_segments import ItemSegments
 
@@ -70,8 +70,9 @@ class ItemLengths:
         starts = self._starts
         first = starts[np.minimum(examples, len(starts) - 1)]
         counts = starts[np.minimum(examples + 1, len(starts) - 1)] - first
-        taken = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-        return replace(self.take_items(taken), example=np.repeat(np.arange(len(examples)), counts))
+        return replace(
+            self.take_items(rows_of_runs(first, counts)), example=np.repeat(np.arange(len(examples)), counts)
+        )
 
     @cached_property
     def _starts(self) -> Int64Array:
@@ -245,7 +246,7 @@ class Workload:
         assert group is not None, "a workload without groups"
         starts, ends = (np.searchsorted(group, numbers, side=side) for side in ("left", "right"))
         counts = ends - starts
-        examples = np.arange(counts.sum()) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+        examples = rows_of_runs(starts, counts)
         return replace(self.examples.take(examples), group=np.repeat(np.arange(len(numbers)), counts))
 
     def choose(self, num_examples: int, rng: np.random.Generator) -> Int64Array:

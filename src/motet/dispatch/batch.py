@@ -16,8 +16,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from motet.absent import take_part
 from motet.assign.orchestrator import Decision
-from motet.core.arrays import BoolArray, Int64Array
-from motet.core.context_rows import rows_of_runs
+from motet.core.arrays import BoolArray, Int64Array, rows_of_runs
 from motet.core.example import Media, TokenSequence
 from motet.core.grid_positions import KEYS, grid_positions
 from motet.core.workload import BACKBONE, BatchLengths

@@ -12,8 +12,7 @@ import torch
 from motet.assign.context_rows import context_rows, rows_of_replica
 from motet.assign.orchestrator import Decision
 from motet.assign.taken_rows import items_taken_in, merging_ranks
-from motet.core.arrays import Int64Array
-from motet.core.context_rows import rows_of_runs
+from motet.core.arrays import Int64Array, rows_of_runs
 from motet.core.cuts import ItemCuts
 from motet.core.example import Media, TokenSequence
 from motet.core.workload import BACKBONE, BatchLengths

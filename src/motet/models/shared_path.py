@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from motet.absent import take_part
-from motet.core.arrays import Int64Array
-from motet.core.context_rows import ContextRows, rows_of_runs
+from motet.core.arrays import Int64Array, rows_of_runs
+from motet.core.context_rows import ContextRows
 from motet.dropout import ENTER, PROJECTOR, ItemRows, arranged
 from motet.models.callbacks import callback_dtype
 from motet.models.context_items import SharedItemRows

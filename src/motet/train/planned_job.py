@@ -286,10 +286,9 @@ def divide_part(model: MLLM, place: Place, groups: UnitGroups) -> None:
         index, size = place.expert_ranks.index(place.rank), len(place.expert_ranks)
         spread_experts(model.backbone.blocks, ExpertRanks(groups.experts, index, size, groups.sent))
     chunks = place.program.layout.plan.cluster.tensor_pieces
-    copies = groups.copies
     for unit, modules in place.units:
         if (group := groups.tensor.get(unit.name)) is not None:
-            ranks = TensorRanks(group, place.t_of(unit), unit.tp, groups.sent, chunks, copies.get(group))
+            ranks = TensorRanks(group, place.t_of(unit), unit.tp, groups.sent, chunks, groups.copies.get(group))
             divide(model, dict.fromkeys(modules, ranks))
 
 

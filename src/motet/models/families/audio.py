@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu
 
-from motet.core.arrays import Int64Array
-from motet.core.context_rows import rows_of_runs
+from motet.core.arrays import Int64Array, rows_of_runs
 from motet.core.errors import UserError
 from motet.core.shapes import Transformer, convolution, final_norm
 from motet.models.attention import PaddedClips

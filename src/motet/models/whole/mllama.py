@@ -12,8 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 from transformers import MllamaConfig, MllamaForConditionalGeneration
 
-from motet.core.arrays import Int64Array
-from motet.core.context_rows import rows_of_runs
+from motet.core.arrays import Int64Array, rows_of_runs
 from motet.core.errors import UserError
 from motet.core.spec import Layer
 from motet.models.layers import LayerModules, any_trainable

@@ -17,7 +17,7 @@ import numpy as np
 from motet.assign.step import ModuleAssignment, StepAssignment
 from motet.balance import island_makespans
 from motet.balance.step_graph import StepGraph, gaps_of, graph_of_needs
-from motet.core.arrays import BoolArray, Float64Array, Int32Array, Int64Array
+from motet.core.arrays import BoolArray, Float64Array, Int32Array, Int64Array, rows_of_runs
 from motet.core.errors import ArgumentError
 from motet.core.exchange import NS_PER_S
 from motet.core.plan import Plan
@@ -186,7 +186,7 @@ class StepOperations:
         first = np.searchsorted(self._index[actions], dependency)
         num = np.searchsorted(self._index[actions], dependency, side="right") - first
         pair = np.repeat(np.arange(len(dependency)), num)
-        held = self._held[actions[np.arange(num.sum()) + np.repeat(first - (np.cumsum(num) - num), num)]]
+        held = self._held[actions[rows_of_runs(first, num)]]
         order = np.lexsort((dependency[pair], held, dependent[pair]))
         keys, needed = np.stack([dependent[pair], held])[:, order], dependency[pair][order]
         begins = np.append(True, (keys[:, 1:] != keys[:, :-1]).any(axis=0))
