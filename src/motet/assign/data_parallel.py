@@ -13,10 +13,10 @@ import numpy as np
 
 from motet.assign.balancing import Balancing, cutting, recomputed_blocks
 from motet.assign.groups import grouped
-from motet.assign.orchestrator import Orchestrator
-from motet.assign.step import StepAssignment, joined
+from motet.assign.orchestrator import Orchestrator, joined_decisions
+from motet.assign.step import StepAssignment
 from motet.assign.whole_step import decide_step
-from motet.balance import METHODS, Packed
+from motet.balance import METHODS, Method, Packed
 from motet.core.plan import Plan
 from motet.core.workload import BACKBONE, BatchLengths, home_ranks
 from motet.cost.memory import plan_precision
@@ -43,10 +43,8 @@ def assign_data_parallel(plan: Plan, batch: BatchLengths, balancing: Balancing) 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         step = decide_step(orchestrator_of(plan, balancing), replace(batch, items=items), count, run=pool.map)
     decisions = [part.decision for part in step.microbatches]
-    assignments = [{name: decision.assignments[name] for name in names} for decision in decisions]
     methods = () if plan.balance == "off" else tuple(decision.method for decision in decisions)
-    cuts = [{name: decision.cuts_of(name) for name in names} for decision in decisions]
-    return joined([part.lengths for part in step.microbatches], assignments, methods, cuts)
+    return joined_decisions([part.lengths for part in step.microbatches], decisions, names, methods)
 
 
 def orchestrator_of(plan: Plan, balancing: Balancing) -> Orchestrator:
@@ -56,10 +54,11 @@ def orchestrator_of(plan: Plan, balancing: Balancing) -> Orchestrator:
         return Orchestrator(dict.fromkeys(names, Packed()), unit.dp, ())
     costs = balancing(plan)
     # Tensor-parallel ranks divide the work of one rank.
-    times, methods = costs.times.shared_by(unit.tp), (METHODS if plan.balance == "auto" else (plan.balance,))
+    times = costs.times.shared_by(unit.tp)
+    methods: tuple[Method, ...] = METHODS
     if plan.balance == "split":
-        times = cutting(times, plan.model, recomputed_blocks(plan), plan_precision(plan).compute)
-        times, methods = replace(times, waits=unit.waits), (*METHODS, "split")
-    return Orchestrator(
-        costs.costs, unit.dp, names, work=costs.work, times=times, methods=tuple(methods), defers=costs.defers
-    )
+        cut = cutting(times, plan.model, recomputed_blocks(plan), plan_precision(plan).compute)
+        times, methods = replace(cut, waits=unit.waits), (*METHODS, "split")
+    elif plan.balance != "auto":
+        methods = (plan.balance,)
+    return Orchestrator(costs.costs, unit.dp, names, work=costs.work, times=times, methods=methods, defers=costs.defers)

@@ -172,11 +172,20 @@ class Decision:
         )
 
 
-def joined_decisions(lengths: Sequence[BatchLengths], decisions: Sequence[Decision]) -> StepAssignment:
-    """The StepAssignment of the decisions of a step's microbatches, and of the lengths of each."""
-    assignments = [decision.assignments for decision in decisions]
-    cuts = [{BACKBONE: decision.cuts, **decision.item_cuts} for decision in decisions]
-    return joined(lengths, assignments, cuts=cuts)
+def joined_decisions(
+    lengths: Sequence[BatchLengths],
+    decisions: Sequence[Decision],
+    names: Sequence[str] = (),
+    methods: tuple[str, ...] = (),
+) -> StepAssignment:
+    """The StepAssignment of the decisions of a step's microbatches, and of the lengths of each.
+
+    names: its modules, in their order; (): as the first decision has them. methods: as of `StepAssignment`.
+    """
+    names = names or tuple(decisions[0].assignments if decisions else ())
+    assignments = [{name: decision.assignments[name] for name in names} for decision in decisions]
+    cuts = [{name: decision.cuts_of(name) for name in names} for decision in decisions]
+    return joined(lengths, assignments, methods, cuts)
 
 
 class Orchestrator:

@@ -20,7 +20,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from motet.assign.step import StepAssignment, joined
+from motet.assign.orchestrator import joined_decisions
+from motet.assign.step import StepAssignment
 from motet.assign.whole_step import decide_step
 from motet.balance import ASSUMED_SPEEDS, Link
 from motet.core.arrays import Int64Array
@@ -221,7 +222,7 @@ def auto_recompute(
             with_numbers(recipe, numbers), spec, ranks.num_ranks, ranks.device_type, ranks.ranks_per_node
         )
         parts = [part for one in lengths for part in decide_step(orchestrator, one, count).microbatches]
-        assignment = joined([part.lengths for part in parts], [part.decision.assignments for part in parts])
+        assignment = joined_decisions([part.lengths for part in parts], [part.decision for part in parts])
         fit = fit_recomputation(load_of(job, plan, assignment), state_of(job, unit), job.capacity_bytes, "least")
         chosen = {name: count for name, count in fit.recompute[0].items() if count}
         if chosen == numbers:
