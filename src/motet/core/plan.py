@@ -33,8 +33,9 @@ SPLITS_BACKWARD: tuple[ScheduleKind, ...] = ("zb_h1", "zb_v")
 Order = Literal["given", "intra", "inter", "both"]
 BalancingMethod = Literal["off", "joint", "per_phase", "auto", "split"]
 MOVES_ITEMS: tuple[BalancingMethod, ...] = ("per_phase", "auto")
-"""The ways of balancing under which items may be computed apart from their examples; under "data_parallel" "split" is
-another (`schedule.plan_units.moves_items`)."""
+"""The ways of balancing under which items may be computed apart from their examples, on ranks of their own."""
+MOVES_COLOCATED: tuple[BalancingMethod, ...] = (*MOVES_ITEMS, "split")
+"""Those under which they may on the ranks of colocated phases ("data_parallel")."""
 PROPOSED_BALANCES: tuple[BalancingMethod, ...] = ("off", "joint", "per_phase", "auto")
 """The ways that a planner tries. "split" must be asked for; what it gains is said (`planner/what_if.py`)."""
 ORDERED_BALANCES: tuple[BalancingMethod, ...] = ("off", "split")

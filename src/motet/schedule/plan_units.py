@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from math import gcd
 
-from motet.core.plan import MOVES_ITEMS, Plan, Unit
+from motet.core.plan import MOVES_COLOCATED, MOVES_ITEMS, Plan, Unit
 from motet.core.workload import BACKBONE
 
 
@@ -81,7 +81,7 @@ def shares_items(plan: Plan, module: str) -> bool:
 
 def moves_items(plan: Plan) -> bool:
     """Whether items may be computed apart from their examples, on the ranks of colocated phases or of other units."""
-    return plan.balance in MOVES_ITEMS or (plan.balance == "split" and plan.schedule == "data_parallel")
+    return plan.balance in (MOVES_COLOCATED if plan.schedule == "data_parallel" else MOVES_ITEMS)
 
 
 def joins_all_replicas(plan: Plan) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from motet.assign.balancing import recomputed_blocks
-from motet.core.plan import MOVES_ITEMS, BalancingMethod, Plan, Unit
+from motet.core.plan import MOVES_COLOCATED, BalancingMethod, Plan, Unit
 from motet.planner.candidate import Pins
 from motet.planner.data_parallel.loads import EvenBatch, Load, ModuleState, assigned_load, sample_of, state_of
 from motet.planner.data_parallel.recomputation import fit_recomputation
@@ -21,7 +21,6 @@ from motet.planner.data_parallel.zero import ShardedUnit, ZeroSharding, sharding
 from motet.planner.degrees import divisors, most_replicas
 from motet.planner.job import Job
 from motet.planner.stages.recompute import Fit, RecomputeMode
-from motet.schedule.plan_units import moves_items
 
 _MAX_ALIKE = 2
 """The most shardings that are proposed beside the best."""
@@ -148,7 +147,7 @@ class DataParallelSearch:
         self, load: Load, sharding: ZeroSharding, recompute: Mapping[str, int], num_microbatches: int = 0
     ) -> float:
         """Seconds of a step in closed form. num_microbatches: as of `zero.step_s`."""
-        exchanged = self.balance in (*MOVES_ITEMS, "split")
+        exchanged = self.balance in MOVES_COLOCATED
         return step_s(load, self.sharded(sharding), recompute, exchanged=exchanged, num_microbatches=num_microbatches)
 
     def floor_s(self) -> float:
@@ -279,6 +278,6 @@ def sampled_s(job: Job, plan: Plan) -> float:
     """Seconds of a step of colocated data parallelism in closed form, by a sample of the batch."""
     (unit,) = plan.units
     load, num_microbatches = assigned_load(job, sample_of(plan)), plan.batch_size // (unit.dp * plan.microbatch_size)
-    exchanged = moves_items(plan)
+    exchanged = plan.balance in MOVES_COLOCATED
     sharded, recompute = ShardedUnit.of(job, unit), recomputed_blocks(plan)
     return step_s(load, sharded, recompute, exchanged=exchanged, num_microbatches=num_microbatches)
