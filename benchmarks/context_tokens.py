@@ -16,10 +16,22 @@ from motet.balance import Segments, distribute_tokens
 from motet.core.arrays import Int64Array
 from motet.core.attention_table import AttentionTable
 from motet.core.context_rows import ContextRows, moved_heads
+from motet.core.cuts import ItemCuts
+from motet.core.sight import Sight
 
 NUM_RANKS, NUM_MASKS, BLOCK = 8, 10, 128
 NUM_PACKS, PACK = 10, 2**15
 HEADS, KV_HEADS = 32, 8
+UNITS_A_RANK = 64
+"""Units of a fragment of a cut sequence, all of which are alike."""
+IMAGES, WINDOWS = ("image",), ((0, 1), (1024, 5))
+SIGHTS = {
+    "causal": Sight(),
+    "images both ways": Sight(IMAGES),
+    "windows": Sight(windows=WINDOWS),
+    "images both ways, windows": Sight(IMAGES, windows=WINDOWS),
+}
+"""What rows see: windows of 1,024 in five of six layers, as in Gemma 3."""
 
 
 def balance_rows(seed: int) -> Iterator[Row]:
@@ -44,8 +56,7 @@ def balance_rows(seed: int) -> Iterator[Row]:
 def layouts(num_tokens: int) -> dict[str, Callable[[Segments, int], Int64Array]]:
     """The rank of each token, int64 [num_tokens], by who deals them out; of a mask and its number.
 
-    motet:         blocks of 128, equally many a rank, by `distribute_tokens` of the mask. Training deals them out so,
-                   too, but as if all rows were causal, since lengths alone decide there.
+    motet:         blocks of 128, equally many a rank, by `distribute_tokens` of the mask, as training deals them out.
     Cornstarch:    its LPT on the same blocks (section 4.3.2), and its random distribution of single tokens (5.3).
     MagiAttention: its default, a heap over ranks of which none gets more than its share of the chunks, largest first;
                    with chunks of its default size, an eighth of a rank's tokens, and of 128.
@@ -115,8 +126,10 @@ def moved_rows_of(lengths: Path, seed: int) -> Iterator[Row]:
     workload, rng = read_lengths(lengths).workload(even=True), np.random.default_rng(seed)
     packs = [pack_of(workload.draw(256, rng)) for _ in range(NUM_PACKS)]
     for num_ranks in (2, 4, 8):
-        for way in ("causal", "images both ways"):
-            yield from moved_by_each(packs, num_ranks, way)
+        for way, sight in SIGHTS.items():
+            if sight.windows != WINDOWS:
+                yield from moved_by_each(packs, num_ranks, way)
+            yield from dealt_by_each(packs, num_ranks, way)
 
 
 def pack_of(drawn) -> tuple[Int64Array, list[list[int]]]:
@@ -132,24 +145,48 @@ def pack_of(drawn) -> tuple[Int64Array, list[list[int]]]:
 
 def moved_by_each(packs: list[tuple[Int64Array, list[list[int]]]], num_ranks: int, way: str) -> Iterator[Row]:
     of_keys = of_all = least = 0
-    busiest, uneven = np.zeros(3), 0.0
+    busiest, sight = np.zeros(3), SIGHTS[way]
     for lengths, images in packs:
-        runs = images if way == "images both ways" else []
-        rows, table = context_rows(lengths, num_ranks), AttentionTable.packed(lengths, together=runs)
+        runs = images if sight.bidirectional else []
+        rows = context_rows(lengths, num_ranks, sight.pairs(lengths, np.array(runs)))
+        table = AttentionTable.packed(lengths, together=runs)
         seen, everything = rows.wanted(table), [table.keys] * num_ranks
         of_keys, of_all = of_keys + sent(rows, seen), of_all + sent(rows, everything)
         least += least_rows(rows, runs)
         by_cast, by_heads = moved_heads(rows.most_moved(seen), rows.most_moved(everything), num_ranks, HEADS, KV_HEADS)
         by_gather = rows.most_moved(everything) * 2.0 * KV_HEADS
         busiest += np.array([by_cast, by_heads, by_gather])
-        uneven += imbalance(table.pairs, rows.owner, num_ranks) / len(packs)
     what = f"moved, {num_ranks} ranks, {way}:"
     yield Row(f"{what} rows by all-gather, a pack", of_all / len(packs))
     yield Row(f"{what} rows by group-cast, a pack", of_keys / len(packs))
     yield Row(f"{what} rows by group-cast over the fewest that there can be", of_keys / least, 1.0, of_keys == least)
     for name, value in zip(("group-cast", "Ulysses"), busiest[:2]):
         yield Row(f"{what} elements of the busiest rank by {name} over all-gather", value / busiest[2])
-    yield Row(f"{what} pairs of the busiest rank over the mean, as training deals rows out", uneven)
+
+
+def dealt_by_each(packs: list[tuple[Int64Array, list[list[int]]]], num_ranks: int, way: str) -> Iterator[Row]:
+    """Pairs of the busiest rank over the mean: of packs, and of the longest sequence of each cut into equal fragments.
+
+    By what rows see, as training deals them out, and as if all were causal.
+    """
+    sight, found = SIGHTS[way], np.zeros((2, 2))
+    units = np.arange(num_ranks + 1) * UNITS_A_RANK
+    fragments = np.zeros(num_ranks, np.int64), np.arange(num_ranks, dtype=np.int32), units[:-1], units[1:]
+    cuts = ItemCuts(*fragments, np.full(num_ranks, units[-1]))
+    for lengths, images in packs:
+        longest, starts = int(np.argmax(lengths)), np.cumsum(lengths) - lengths
+        runs = np.array(images if sight.bidirectional else [], dtype=np.int64).reshape(-1, 2)
+        of_longest = runs[runs[:, 0] == starts[longest]] - starts[longest]
+        for number, (each, together) in enumerate(((lengths, runs), (lengths[longest, None], of_longest))):
+            pairs = sight.pairs(each, together)
+            seen = AttentionTable.packed(each).pairs if pairs is None else pairs
+            for by, given in enumerate((pairs, None)):
+                rows = cuts.owner(0, int(each[0]), given) if number else context_rows(each, num_ranks, given).owner
+                found[number, by] += imbalance(seen, rows, num_ranks) / len(packs)
+    for what, (seen, causal) in zip(("packs", "the longest sequence cut"), found, strict=True):
+        name = f"dealt, {num_ranks} ranks, {way}, {what}: pairs of the busiest rank over the mean"
+        yield Row(f"{name}, as training deals rows out", seen, 1.01, seen <= 1.01)
+        yield Row(f"{name}, as if all were causal", causal)
 
 
 def sent(rows: ContextRows, wanted: list[Int64Array]) -> int:

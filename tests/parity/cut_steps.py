@@ -165,7 +165,7 @@ def decided(cut: Cut, model: MLLM, mesh: Mesh) -> Iterator[tuple[Decision, Batch
                 phase = phase_of(cut.tower)
                 module = model.encoders[phase].spec_module(phase)
                 decision = cut_items_at_random(decision, lengths, module, rng, cut.items, cut.idle)
-        decision = replace(decision, merges=cut.merges)
+        decision = replace(decision, merges=cut.merges, sight=model.backbone.sight)
         yield decision, lengths, chosen
 
 

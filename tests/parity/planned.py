@@ -503,9 +503,7 @@ def batches_of(
     examples, phases = case.examples(step), tuple(model.measured)
     lengths = LoadedTables.read([tables_of(examples, phases, model.measured)], phases).lengths
     context = ContextConfig(exchange=case.exchange, head_groups=case.head_groups)
-    needs = StageNeeds.of(
-        place, context, needs_places=model.backbone.needs_places, merges=model.backbone.merge is not None
-    )
+    needs = StageNeeds.of(place, context, model.backbone)
     batches, all_kept = [], case.kept(step)
     for number, part in enumerate((decide or StepDecider(place))(lengths).microbatches):
         kept = all_kept[part.examples]

@@ -40,6 +40,7 @@ from motet.core.cluster import Link
 from motet.core.cuts import CutRows, ItemCuts
 from motet.core.exchange import Communicator, Network
 from motet.core.nodes import RanksPerNode
+from motet.core.sight import CAUSAL, Sight
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.schedule import PlannedProgram
 
@@ -71,6 +72,7 @@ class Decision:
     sharing:     encoder -> how many ranks, one after the other, share its items; left out: all ranks do.
     cut_rows:    encoder -> between which rows its items are cut; left out: those that they become.
     merges:      whether the rank with most of a sequence's rows merges it whole, by a merge of the user's own.
+    sight:       what rows of sequences see, by which the rows of shared ones are dealt out.
     lacking_bytes, fits_whole: as of `motet.balance.Choice`.
 
     Example:
@@ -96,6 +98,7 @@ class Decision:
     sharing: Mapping[str, int] = field(default_factory=dict)
     cut_rows: Mapping[str, CutRows] = field(default_factory=dict)
     merges: bool = False
+    sight: Sight = CAUSAL
     lacking_bytes: int = 0
     fits_whole: bool = True
     ranks_per_node: RanksPerNode | None = None
@@ -200,6 +203,7 @@ class Orchestrator:
     defers:   whether `decide_step` (assign/whole_step.py) may give an example another microbatch, if there are `times`.
     ranks_per_node: None: that of the link of `times`; without times, all ranks share a node.
     node_wise, communicator: as in `Network`. None: those of the link of `times`; without times, the defaults there.
+    sight:    as of `Decision`.
 
     Example:
         >>> from motet.balance import Packed
@@ -222,6 +226,7 @@ class Orchestrator:
         ranks_per_node: RanksPerNode | None = None,
         node_wise: bool | None = None,
         communicator: Communicator | None = None,
+        sight: Sight = CAUSAL,
     ) -> None:
         if BACKBONE not in costs:
             raise ValueError(f"costs need an entry for {BACKBONE!r}")
@@ -229,6 +234,7 @@ class Orchestrator:
         self.num_ranks = num_ranks
         self.balanced = frozenset(balanced)
         self.methods = tuple(methods)
+        self.sight = sight
         network = _NO_LINK if times is None else times.network
         self.ranks_per_node = network.ranks_per_node if ranks_per_node is None else ranks_per_node
         self.node_wise = network.node_wise if node_wise is None else node_wise
@@ -355,6 +361,7 @@ class Orchestrator:
             item_cuts={phase: cuts for phase, cut in choice.cut_items.items() if (cuts := cuts_in(cut)) is not None},
             cut_rows=self.costs.times.cut_rows if isinstance(self.costs, StepCosts) else {},
             merges=isinstance(self.costs, StepCosts) and self.costs.times.merges,
+            sight=self.sight,
             lacking_bytes=choice.lacking_bytes,
             fits_whole=choice.fits_whole,
             ranks_per_node=self.ranks_per_node,

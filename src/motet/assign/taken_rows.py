@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.assign.context_rows import context_rows
+from motet.assign.context_rows import context_rows, pairs_of
 from motet.assign.orchestrator import Decision
 from motet.assign.rows import takers
 from motet.assign.step import ModuleAssignment
 from motet.core.arrays import BoolArray, Float64Array, Int32Array, Int64Array, rows_of_runs
 from motet.core.cuts import ItemCuts
 from motet.core.plan import Plan
+from motet.core.sight import Sight
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.schedule.plan_units import cuts_beside_sequences, gathering_ranks, on_backbone_ranks
 
@@ -143,26 +144,29 @@ def _merged_together(plan: Plan, decision: Decision, lengths: BatchLengths, repl
     """`MergeMoves` of ranks that share sequences."""
     cuts, cp = decision.cuts, plan.unit_of(BACKBONE).cp
     merges_on, merged, owners = np.full(lengths.num_examples, -1, dtype=np.int64), [], []
+    sight = Sight.of(plan.model.module(BACKBONE).layers)
     for replica in replicas:
         own, here = decision.whole_on(replica), merging_ranks(decision, replica, cp)
         merges_on = np.maximum(merges_on, here)
         merged.append(own)
-        owners.append(context_rows(lengths.sequence[own], cp).owner + (0 if cuts is None else replica * cp))
+        rows = context_rows(lengths.sequence[own], cp, sight.pairs(lengths.sequence[own]))
+        owners.append(rows.owner + (0 if cuts is None else replica * cp))
     if cuts is not None:
-        fragments, rows_of_cut = cuts.over(cp), lengths.sequence[cuts.items].tolist()
+        fragments, of_cut = cuts.over(cp), lengths.sequence[cuts.items]
         merged.append(cuts.items)
-        owners += [fragments.owner(item, rows) for item, rows in zip(cuts.items.tolist(), rows_of_cut, strict=True)]
+        shared = zip(cuts.items.tolist(), of_cut.tolist(), pairs_of(of_cut, sight.pairs(of_cut)), strict=True)
+        owners += [fragments.owner(*sequence) for sequence in shared]
     examples, num_ranks = np.concatenate(merged), len(replicas) * cp
     merged_by = np.repeat(merges_on[examples], lengths.sequence[examples])
-    rows = {BACKBONE: _counted(merged_by, np.concatenate(owners).astype(np.int64), num_ranks)}
+    moved = {BACKBONE: _counted(merged_by, np.concatenate(owners).astype(np.int64), num_ranks)}
     for phase in plan.model.sources(BACKBONE):
         items = lengths.items[phase]
         listed = np.flatnonzero(merges_on[items.example] >= 0)
         taken, _ = Taking.of(plan, phase).taken(decision, lengths, phase, listed)
         taken = taken[rows_of_runs((np.cumsum(items.num_tokens) - items.num_tokens)[listed], items.num_tokens[listed])]
         sinks = np.repeat(merges_on[items.example[listed]], items.num_tokens[listed])
-        rows[phase] = _counted(taken, sinks, num_ranks)
-    return MergeMoves(replicas, rows)
+        moved[phase] = _counted(taken, sinks, num_ranks)
+    return MergeMoves(replicas, moved)
 
 
 def _counted(source: Int64Array, sink: Int64Array, num_ranks: int) -> Int64Array:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from motet.balance.backend import Backend, algorithms
-from motet.balance.checks import checked_num_ranks
+from motet.balance.checks import checked_integers, checked_num_ranks
 from motet.balance.placement import assign, score
 from motet.balance.segments import MAX_TOKENS, Segments
 from motet.core.arrays import Int64Array
@@ -29,7 +29,7 @@ TIME_BUDGET_S = 0.0005
 
 
 def distribute_tokens(
-    segments: Segments,
+    segments: Segments | ArrayLike,
     num_ranks: int,
     block: int = 128,
     method: TokenMethod = "lpt",
@@ -40,6 +40,8 @@ def distribute_tokens(
 ) -> Assignment:
     """Place the blocks of a sequence on ranks. A block is `block` consecutive tokens; the last may be shorter.
 
+    segments: who attends to whom; or how many tokens each token attends to, int64 [num_tokens], such as
+        `AttentionTable.pairs`, or their sum over layers with windows of their own.
     block: number of tokens that the attention kernel works on at once. If a single block has more work than the mean
         rank (then its load is the bound, and imbalance[0] is 1), a smaller block balances better.
     method: "lpt":    balance the attended (query, key) pairs, nearly always to 0.1 %;
@@ -51,8 +53,8 @@ def distribute_tokens(
 
     The items of the Assignment are blocks. Its loads, int64 [num_ranks, 2], are exact numbers of attended pairs and of
     tokens; bound [2] and imbalance [2] likewise. O(num_segments + num_blocks log num_blocks); no mask is built.
-    Raises ArgumentError for num_ranks < 1, block outside 1 .. 2^31 - 1, seed outside 0 .. 2^64 - 1, an unknown method,
-    and equal_counts with another method than "lpt".
+    Raises ArgumentError for numbers of tokens that are no whole ones of 0 or more, num_ranks < 1, block outside
+    1 .. 2^31 - 1, seed outside 0 .. 2^64 - 1, an unknown method, and equal_counts with another method than "lpt".
     """
     num_ranks = checked_num_ranks(num_ranks)
     if equal_counts and method != "lpt":
@@ -60,13 +62,18 @@ def distribute_tokens(
     for name, value, least, most in (("block", block, 1, MAX_TOKENS), ("seed", seed, 0, 2**64 - 1)):
         if not least <= value <= most:
             raise ArgumentError(f"{name} is {value}; it must be from {least} to {most}.")
-    columns = (segments.length, segments.document, segments.modality, segments.instance, segments.attends_to)
-    pairs = algorithms(backend).block_pairs(*columns, block)
+    if isinstance(segments, Segments):
+        columns = (segments.length, segments.document, segments.modality, segments.instance, segments.attends_to)
+        pairs, num_tokens = algorithms(backend).block_pairs(*columns, block), segments.num_tokens
+    else:
+        of_tokens = checked_integers(segments, "segments")
+        num_tokens = len(of_tokens)
+        pairs = np.add.reduceat(of_tokens, np.arange(0, num_tokens, block)) if num_tokens else of_tokens
     if method == "lpt":
         placed = assign(pairs, num_ranks, equal_counts=equal_counts, time_budget_s=TIME_BUDGET_S, backend=backend)
     else:
         placed = score(_layout(len(pairs), num_ranks, method, seed), pairs, num_ranks)
-    return _with_tokens(placed, segments.num_tokens, block)
+    return _with_tokens(placed, num_tokens, block)
 
 
 def _layout(num_blocks: int, num_ranks: int, method: TokenMethod, seed: int) -> Int64Array:

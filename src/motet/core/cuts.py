@@ -3,7 +3,8 @@
 A sequence of the backbone is cut into fragments, each of two runs of rows: one from its front half, and its mirror
 image from its back half (zigzag, as in ring attention of Llama 3). A causal row sees all rows before it, so a row and
 its mirror image together see as many rows as any other such pair. A fragment's share of rows, of memory and of work is
-the same. Rows of an encoder's item see all of its rows, so its fragments are single runs.
+the same. Where rows see other keys than all those before them, one run is longer than the other instead. Rows of an
+encoder's item see all of its rows, so its fragments are single runs.
 """
 
 from __future__ import annotations
@@ -149,11 +150,35 @@ class ItemCuts:
         own = self.item == item
         return np.repeat(self.rank[own], np.diff(num_rows * self.end[own] // self.units[own], prepend=0))
 
-    def owner(self, item: int, num_rows: int) -> Int32Array:
-        """The rank of each row of a cut sequence, int32 [num_rows]."""
+    def owner(self, item: int, num_rows: int, pairs: Int64Array | None = None) -> Int32Array:
+        """The rank of each row of a cut sequence, int32 [num_rows].
+
+        pairs: int64 [num_rows], how many keys each row sees; None: those before it, and itself. A fragment has its
+               share of them, too: its run in the front is as much longer than that in the back as it takes.
+        """
+        if pairs is not None:
+            return self._owner_by(item, pairs)
         half = -(-num_rows // 2)
         front = self.run_owner(item, half)
         owner: Int32Array = np.concatenate([front, front[: num_rows - half][::-1]])
+        return owner
+
+    def _owner_by(self, item: int, pairs: Int64Array) -> Int32Array:
+        """As `owner`. Of the rows that are left, a fragment has a run at both ends, with as many pairs a row as all."""
+        own = np.flatnonzero(self.item == item)
+        num_rows = np.full(len(own), len(pairs))
+        counts = rows_of_fragments(num_rows, self.begin[own], self.end[own], self.units[own]).tolist()
+        before = np.concatenate([[0], np.cumsum(pairs)])
+        owner = np.empty(len(pairs), dtype=np.int32)
+        first, stop = 0, len(pairs)
+        for rank, count in zip(self.rank[own].tolist(), counts, strict=True):
+            fair = count * int(before[stop] - before[first]) // max(stop - first, 1)
+            in_front = np.arange(first, first + count + 1)  # Where the run in the front may end.
+            taken = before[in_front] - before[first] + before[stop] - before[in_front + (stop - first - count)]
+            end = first + int(np.argmin(np.abs(taken - fair)))
+            begin = end + (stop - first - count)
+            owner[first:end], owner[begin:stop] = rank, rank
+            first, stop = end, begin
         return owner
 
     def over(self, num_ranks: int) -> ItemCuts:

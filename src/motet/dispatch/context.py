@@ -1,7 +1,7 @@
 """What a rank runs of packed sequences that it shares with others: some of their rows.
 
 They are the context-parallel ranks of a replica, and those of all replicas in microbatches of which sequences are cut.
-They read the tokens of all that they share, which are few bytes, and know from lengths alone who has which rows
+They read the tokens of all that they share, which are few bytes, and know from these who has which rows
 (`assign/context_rows.py`). The rows of encoders come to these ranks by items, as senders do not know where
 they stand (`assign.rows.Dealing`), or stay where their fragments are encoded; a Route brings them to their places. What
 generators are given goes the other way.
@@ -24,6 +24,7 @@ from motet.assign.taken_rows import Taking
 from motet.core.arrays import Int64Array
 from motet.core.context_rows import ContextRows
 from motet.core.plan import Plan
+from motet.core.sight import CAUSAL, Sight
 from motet.core.workload import BACKBONE
 from motet.dispatch.exchange import exchange, exchange_rows
 from motet.dispatch.route import Route
@@ -78,6 +79,7 @@ class ContextPlace:
     taking:  how rows are taken in of an encoder, or given of a generator's items.
     config:  as of the recipe.
     merges:  whether a merge of the user's own takes sequences whole.
+    sight:   what rows of sequences see, by which they are dealt out.
     """
 
     c: int
@@ -88,10 +90,21 @@ class ContextPlace:
     taking: Mapping[str, Taking]
     config: ContextConfig = DEFAULT_CONTEXT
     merges: bool = False
+    sight: Sight = CAUSAL
 
     @staticmethod
-    def of(plan: Plan, c: int, config: ContextConfig = DEFAULT_CONTEXT, *, merges: bool = False) -> ContextPlace | None:
-        """The place of a rank of the backbone's unit; None if no other rank shares its sequences in any step."""
+    def of(
+        plan: Plan,
+        c: int,
+        config: ContextConfig = DEFAULT_CONTEXT,
+        *,
+        merges: bool = False,
+        sight: Sight | None = None,
+    ) -> ContextPlace | None:
+        """The place of a rank of the backbone's unit; None if no other rank shares its sequences in any step.
+
+        sight: None: as the Plan's model says, of which no rows see any behind them.
+        """
         unit, model = plan.unit_of(BACKBONE), plan.model
         if unit.cp == 1 and plan.balance != "split":
             return None
@@ -100,7 +113,8 @@ class ContextPlace:
             name for name in sources if model.module(name).layers[-1].trainable or model.input_gradients[name][-1]
         ) | frozenset(name for name in sinks if model.moved(name)[1])
         taking = {name: Taking.of(plan, name) for name in sources | sinks}
-        return ContextPlace(c, unit.cp, sources, sinks, trained, taking, config, merges)
+        sight = sight or Sight.of(model.module(BACKBONE).layers)
+        return ContextPlace(c, unit.cp, sources, sinks, trained, taking, config, merges, sight)
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,6 +239,13 @@ class ContextShare:
         )
         merging = self.merging and self.merging.with_tensors(change)
         return replace(self, predicted=predicted, labels=labels, ends=ends, routes=routes, given=given, merging=merging)
+
+
+def pairs_of_rows(packed: PackedSequences, sight: Sight) -> Int64Array | None:
+    """As of `Sight.pairs`. packed: sequences with all of their rows. Raises ValueError as `rows_together` does."""
+    offsets = packed.offsets.numpy().astype(np.int64)
+    places = {phase: positions.numpy() for phase, positions in packed.feature_positions.items()}
+    return sight.pairs(np.diff(offsets), sight.together(offsets, packed.targets.numpy(), places))
 
 
 def share_sequences(rows: ContextRows, rank: int, whole: PackedSequences) -> ContextShare:

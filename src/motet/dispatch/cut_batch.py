@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from motet.assign.context_rows import pairs_of
 from motet.assign.orchestrator import Decision
 from motet.core.arrays import Int64Array
 from motet.core.context_rows import ContextRows
 from motet.core.cuts import ItemCuts
 from motet.core.nodes import node_of_ranks
 from motet.core.workload import BatchLengths
-from motet.dispatch.context import ContextShare, MergeShare, route_to_places, share_sequences
+from motet.dispatch.context import ContextShare, MergeShare, pairs_of_rows, route_to_places, share_sequences
 from motet.dispatch.route import Route, route_of_parts
 
 if TYPE_CHECKING:
@@ -52,8 +53,9 @@ def shared_out(packed: PackedSequences, decision: Decision, rank: int, lengths: 
     assert cuts is not None, "a decision that shares sequences"
     of_sequences = np.diff(packed.offsets.numpy()).astype(np.int64)
     examples = decision.sequences_on(rank)[num_whole:]
-    shared = zip(examples.tolist(), of_sequences[num_whole:].tolist(), strict=True)
-    owners = [cuts.owner(example, num_rows) for example, num_rows in shared]
+    pairs = pairs_of(of_sequences, pairs_of_rows(packed, decision.sight))[num_whole:]
+    shared = zip(examples.tolist(), of_sequences[num_whole:].tolist(), pairs, strict=True)
+    owners = [cuts.owner(*sequence) for sequence in shared]
     owner = np.concatenate([np.full(of_sequences[:num_whole].sum(), rank, dtype=np.int32), *owners])
     rows = ContextRows(of_sequences, owner, num_ranks)
     share = share_sequences(rows, rank, packed)
@@ -134,7 +136,8 @@ def route_to_fragments(
             layout, begin = layouts[example], int(np.searchsorted(items.example, example))
             before = int(items.num_tokens[begin:item].sum())
             places = layout.feature_positions[phase].numpy()[before : before + num_rows]
-            destination = cuts.owner(example, layout.num_tokens)[places].astype(np.int64)
+            owner = cuts.owner(example, layout.num_tokens, pairs_of_rows(layout, decision.sight))
+            destination = owner[places].astype(np.int64)
         first = np.flatnonzero((np.diff(source, prepend=-1) != 0) | (np.diff(destination, prepend=-1) != 0))
         run = np.full(len(first), item), source[first], destination[first], np.diff(first, append=num_rows)
         columns.append(run)

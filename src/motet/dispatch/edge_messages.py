@@ -1,6 +1,7 @@
 """What each message of a pipeline carries: the rows of modules along an edge of the Program, in one microbatch.
 
-Both ends know it from lengths alone, so a message has no header, and one without rows is not sent.
+Both ends know it from lengths, and from the rows that they have of shared sequences, so a message has no header, and
+one without rows is not sent.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from motet.assign.context_rows import num_rows_here
 from motet.assign.orchestrator import joined_decisions
 from motet.assign.rows import Dealing, SentRows, edge_rows, num_given_here
 from motet.assign.step import ModuleAssignment, StepAssignment
@@ -65,9 +65,12 @@ def message_parts(
     island: int,
     microbatch: int,
     shares: Shares | None = None,
+    own_rows: int | None = None,
 ) -> tuple[MessagePart, ...]:
     """The parts of a message along an edge, those without rows left out. edge, shares: as of `assign.rows.edge_rows`.
 
+    own_rows: how many rows of the backbone's sequences the rank has, as both ends of a message between its stages have
+              the same; None: no rank shares them.
     Where other ranks share sequences of the backbone with this one, a part without rows stays: all run its blocks.
     """
     layout, model = planned.layout, planned.layout.plan.model
@@ -80,10 +83,9 @@ def message_parts(
         replica = sender_of(layout, whose, source, sink, island, shares and shares[0])
         is_kept = False
         if stop and name == BACKBONE:
-            c, cp = (shares[0], source.unit.cp) if shares is not None else (0, 1)
-            num_sent = num_rows_here(items, replica, microbatch, c, cp)
-            is_kept = items.is_shared(replica, microbatch, items.num_replicas)
-            is_kept |= bool(items.length[items.items_of(replica, microbatch)].any())
+            num_rows = int(items.length[items.items_of(replica, microbatch)].sum())
+            num_sent = num_rows if own_rows is None else own_rows
+            is_kept = items.is_shared(replica, microbatch, items.num_replicas) or num_rows > 0
         elif stop:
             computed = items.parts_of(replica, microbatch)
             if name in model.generators:  # Its conditions are of as many rows as the backbone gives of each item.

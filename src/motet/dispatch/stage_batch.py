@@ -15,6 +15,7 @@ from motet.assign.taken_rows import items_taken_in, merging_ranks
 from motet.core.arrays import Int64Array, rows_of_runs
 from motet.core.cuts import ItemCuts
 from motet.core.example import Media, TokenSequence
+from motet.core.sight import Sight
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.dispatch.batch import (
     PackedSequences,
@@ -25,7 +26,7 @@ from motet.dispatch.batch import (
     rows_of_rank,
     stacked_media,
 )
-from motet.dispatch.context import ContextPlace, MergeShare, route_to_places, share_sequences
+from motet.dispatch.context import ContextPlace, MergeShare, pairs_of_rows, route_to_places, share_sequences
 from motet.dispatch.cut_batch import examples_to_lay_out
 from motet.dispatch.route import Route
 from motet.dispatch.shared_items import shared_items
@@ -94,13 +95,15 @@ def _shared_out(
     """The rows of one rank in sequences of its replica. packed: all rows. layouts: as of `route_to_fragments`."""
     cuts, cp, rank, num_ranks = decision.cuts, place.cp, place.c, place.cp
     of_sequences, num_whole = np.diff(packed.offsets.numpy()).astype(np.int64), 0
+    pairs = pairs_of_rows(packed, place.sight)
     if cuts is None:
-        rows, fragments = context_rows(of_sequences, cp), None
+        rows, fragments = context_rows(of_sequences, cp, pairs), None
         numbers = np.arange(len(of_sequences))
     else:
         numbers, num_whole = decision.sequences_on(replica), len(decision.whole_on(replica))
         by_whole = of_sequences[:num_whole], of_sequences[num_whole:], numbers[num_whole:]
-        rows, fragments = rows_of_replica(*by_whole, cuts, replica, decision.backbone.num_ranks, cp), cuts.over(cp)
+        rows = rows_of_replica(*by_whole, cuts, replica, decision.backbone.num_ranks, cp, pairs)
+        fragments = cuts.over(cp)
         rank, num_ranks = rank + replica * cp, rows.num_ranks
     share = share_sequences(rows, rank, packed)
     own, routes, given, positions = share.own, dict[str, Route](), dict[str, Route](), {}
@@ -120,7 +123,7 @@ def _shared_out(
             # Items of whole sequences come first, then those of all that are cut, on any ranks.
             listed = np.concatenate([listed[~is_cut[listed]], np.flatnonzero(is_cut)])
             of_whole = owner[places < np.append(0, np.cumsum(of_sequences))[num_whole]]
-            owner = np.concatenate([of_whole, *_owners_of_cut(fragments, phase, layouts)])
+            owner = np.concatenate([of_whole, *_owners_of_cut(fragments, phase, layouts, place.sight)])
         if not has_moved:
             continue
         taken_in, turn = place.taking[phase].taken(decision, lengths, phase, listed)
@@ -159,11 +162,13 @@ def _shared_out(
     return PackedSequences(tokens, targets, packed.offsets, positions, share)
 
 
-def _owners_of_cut(fragments: ItemCuts, phase: str, layouts: Mapping[int, PackedSequences]) -> list[Int64Array]:
+def _owners_of_cut(
+    fragments: ItemCuts, phase: str, layouts: Mapping[int, PackedSequences], sight: Sight
+) -> list[Int64Array]:
     """The rank of each row of a phase in each sequence that is cut, int64 [rows of the phase]."""
     found = []
     for example, layout in layouts.items():
-        owner = fragments.owner(example, layout.num_rows)
+        owner = fragments.owner(example, layout.num_rows, pairs_of_rows(layout, sight))
         found.append(owner[layout.feature_positions[phase].numpy()].astype(np.int64))
     return found
 

@@ -29,6 +29,7 @@ from motet.core.arrays import Int64Array
 from motet.core.attention_table import AttentionTable
 from motet.core.errors import UserError
 from motet.core.grid_positions import BEHIND_SIDE, NUM_AXES
+from motet.core.sight import Sight
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE
 from motet.dropout import ENTER, ItemRows, arranged, some_rows
@@ -217,6 +218,11 @@ class Backbone(nn.Module):
         are those of a grid.
         """
         return self.prefix or bool(self.bidirectional) or self.reads_grids
+
+    @property
+    def sight(self) -> Sight:
+        """What rows of sequences see in its layers."""
+        return Sight.of(self.spec_module().layers, self.bidirectional, self.prefix)
 
     @property
     def places_items(self) -> bool:

@@ -1,7 +1,4 @@
-"""Who sees whom in packed documents: text up to itself, and some rows in both directions.
-
-Rows of an image see each other in both directions in Gemma 3, and all rows of a prefix do in PaliGemma.
-"""
+"""Who sees whom in packed documents: text up to itself, and some rows in both directions."""
 
 from __future__ import annotations
 
@@ -9,42 +6,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from motet.core.arrays import BoolArray, Int64Array
+from motet.core.arrays import Int64Array
+from motet.core.sight import rows_together as _rows_together
 from motet.models.contract import Sequences, on_host
 
 
 def rows_together(sequences: Sequences, bidirectional: Sequence[str], prefix: bool) -> Int64Array:
-    """Runs of rows that see each other in both directions, int64 [n, 2]: from row to row (exclusive), ascending.
+    """Runs of rows that see each other, as of `core.sight.rows_together`. sequences: with all of their rows.
 
-    sequences:     with all of their rows.
-    bidirectional: encoders of which rows that follow each other without a token between are a run.
-    prefix:        whether the rows of a document before its first target are one.
-    Reads what the host has, else waits for the device. Raises ValueError where tokens were not read, as rows have no
-    known places then.
+    Reads what the host has, else waits for the device.
     """
     if not (bidirectional or prefix):
         return np.zeros((0, 2), dtype=np.int64)
     sequences = on_host(sequences)
-    offsets = sequences.offsets.numpy().astype(np.int64)
-    if len(sequences.tokens) != offsets[-1]:
-        raise ValueError("this rank did not read the tokens, and so does not know where rows stand that see each other")
-    is_inside = _of_prefixes(sequences, offsets) if prefix else np.zeros(offsets[-1], dtype=np.bool_)
-    for name in bidirectional:
-        if name in sequences.feature_positions:
-            is_inside[sequences.feature_positions[name].cpu().numpy()] = True
-    places = np.flatnonzero(is_inside)
-    begins = np.diff(places, prepend=-2) > 1
-    begins |= np.isin(places, offsets[:-1])  # a run ends with its document
-    first = np.flatnonzero(begins)
-    ends = places[np.append(first[1:], len(places)) - 1] + 1 if len(places) else places
-    return np.stack([places[first], ends], axis=1)
-
-
-def _of_prefixes(sequences: Sequences, offsets: Int64Array) -> BoolArray:
-    """Which rows stand before the first target of their document, bool [total]; first rows are no targets."""
-    is_target = sequences.targets.cpu().numpy().copy()
-    starts, lengths = offsets[:-1], np.diff(offsets)
-    is_target[starts[lengths > 0]] = False
-    before = np.concatenate([[0], np.cumsum(is_target)])
-    in_prefix: BoolArray = before[1:] == np.repeat(before[starts], lengths)
-    return in_prefix
+    places = {name: sequences.feature_positions[name] for name in bidirectional if name in sequences.feature_positions}
+    return _rows_together(
+        sequences.offsets.numpy().astype(np.int64),
+        sequences.targets.cpu().numpy(),
+        {name: rows.cpu().numpy() for name, rows in places.items()},
+        bidirectional,
+        prefix,
+    )

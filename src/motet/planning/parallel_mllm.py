@@ -74,9 +74,7 @@ class ParallelMLLM:
         with world.together():
             place = Place.of(plan, world.rank)
         part = PartConfig(lambda held: held.to(world.device), make_optimizer, max_grad_norm)
-        self._needs = StageNeeds.of(
-            place, needs_places=model.backbone.needs_places, merges=model.backbone.merge is not None
-        )
+        self._needs = StageNeeds.of(place, backbone=model.backbone)
         self._shares_with = place.island, place.program_rank  # What the ranks have in common that share its work.
         is_shared = any(unit.tp * unit.cp > 1 for unit in plan.units)
         self._compared = self._needs.readers if is_shared else ()  # Encoders whose items' values must be the same.

@@ -221,7 +221,9 @@ class _RunningPlan:
         def parts(edge: int, microbatch: int, shares: Shares) -> list[MessagePart]:
             source, sink = place.program.ends(edge)
             of_edge = together if comes_together(place.program.layout, source, sink) else assignment
-            every = message_parts(place.program, of_edge, edge, place.island, microbatch, shares)
+            context = batches[microbatch].sequences.context
+            own_rows = None if context is None else len(context.own)
+            every = message_parts(place.program, of_edge, edge, place.island, microbatch, shares, own_rows)
             return [part for part in every if alone is None or part.module in alone & source.layers.keys()]
 
         self.messages = Messages(place, step.lanes, parts, self.tensors, step.like)

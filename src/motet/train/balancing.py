@@ -25,6 +25,7 @@ from motet.core.errors import JointUserError, UserError
 from motet.core.exchange import NS_PER_S, Network
 from motet.core.nodes import RanksPerNode
 from motet.core.plan import Plan, Policy
+from motet.core.sight import Sight
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.phases import PhaseTimes, Picoseconds, phase_times
@@ -133,7 +134,7 @@ def build_orchestrator(
     costs = step_costs(config, spec, recompute, device.type, dtype.itemsize, measured, ranks_per_node)
     times = cutting(costs.times, spec, recompute, dtype.itemsize)
     costs = replace(costs, times=replace(times, waits=waits or not config.cut_by, memory=memory))
-    return _orchestrator(config, spec, costs, num_ranks)
+    return _orchestrator(config, spec, costs, num_ranks, model.backbone.sight)
 
 
 def recipe_orchestrator(
@@ -143,10 +144,12 @@ def recipe_orchestrator(
     recomputed, measured = recipe.fsdp.recomputed(spec.num_blocks), read_measured(recipe, spec)
     element_bytes = compute_dtype(recipe).itemsize
     costs = step_costs(recipe.balance, spec, recomputed, device_type, element_bytes, measured, ranks_per_node)
-    return _orchestrator(recipe.balance, spec, costs, num_ranks)
+    return _orchestrator(recipe.balance, spec, costs, num_ranks, Sight.of(spec.module(BACKBONE).layers))
 
 
-def _orchestrator(config: BalanceConfig, spec: ModelSpec, costs: StepCosts, num_ranks: int) -> Orchestrator:
+def _orchestrator(
+    config: BalanceConfig, spec: ModelSpec, costs: StepCosts, num_ranks: int, sight: Sight
+) -> Orchestrator:
     encoders = [module.name for module in spec.modules if module.name != BACKBONE]
     return Orchestrator(
         costs.costs,
@@ -156,6 +159,7 @@ def _orchestrator(config: BalanceConfig, spec: ModelSpec, costs: StepCosts, num_
         times=costs.times,
         methods=config.methods,
         defers=costs.defers,
+        sight=sight,
     )
 
 

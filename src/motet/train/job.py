@@ -287,9 +287,7 @@ def _build_planned_job(
             leave_out_of_evaluation(heldout, plan, say, exchange=recipe.context.exchange)
         order = build_order(recipe, dataset, say)
         place = Place.of(plan.closed_up, world.rank)
-        needs = StageNeeds.of(
-            place, recipe.context, needs_places=model.backbone.needs_places, merges=model.backbone.merge is not None
-        )
+        needs = StageNeeds.of(place, recipe.context, model.backbone)
     reads = bool(needs.readers)
     decoder = open_decoder(recipe.data, dataset.transforms, world, say, cleanup, reads=reads)
     opened.agreed(recipe, model, world, say)

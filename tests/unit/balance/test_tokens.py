@@ -79,6 +79,12 @@ def test_equal_counts(backend, segments, num_ranks, block):
     assert np.ptp(placed.counts) <= 1
 
 
+@given(segments=tables(), num_ranks=st.integers(1, 6), block=st.integers(1, 9))
+def test_pairs_of_tokens_are_as_good_as_segments(segments, num_ranks, block):
+    placed = distribute_tokens(segments.table().pairs, num_ranks, block, equal_counts=True)
+    check_equal(placed, distribute_tokens(segments, num_ranks, block, equal_counts=True))
+
+
 @pytest.mark.parametrize("media", ["isolated", "bidirectional", "causal"])
 @given(documents=documents)
 def test_documents_become_the_mask_that_is_described(media, documents):
@@ -232,6 +238,8 @@ def table(**change):
         (lambda: Segments.of_documents([[("image", 2.5)]]), r"length\[0\] is 2.5; it must be a whole number"),
         (lambda: Segments.of_documents([], media="full"), "media is 'full'"),
         (lambda: distribute_tokens(table(), 0), "num_ranks is 0"),
+        (lambda: distribute_tokens([3, -1], 2), r"segments\[1\] is -1; it must be at least 0"),
+        (lambda: distribute_tokens([[3, 1]], 2), r"segments has shape \(1, 2\)"),
         (lambda: distribute_tokens(table(), 2, 0), "block is 0; it must be from 1 to 2147483647"),
         (lambda: distribute_tokens(table(), 2, seed=-1), "seed is -1; it must be from 0 to 18446744073709551615"),
         (lambda: distribute_tokens(table(), 2, method="ring", equal_counts=True), "given with method 'ring'"),

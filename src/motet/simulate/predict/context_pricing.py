@@ -12,6 +12,7 @@ from motet.assign.step import ModuleAssignment
 from motet.core.arrays import Float64Array
 from motet.core.attention_table import AttentionTable
 from motet.core.context_rows import exchanged_heads
+from motet.core.sight import Sight
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
 from motet.cost.memory import plan_precision
@@ -40,6 +41,7 @@ class ContextPricing:
         self.work, self.plan, self.assignment = work, work.plan, work.assignment
         self.cost, self.exchange = cost, exchange
         self.number_bytes = plan_precision(work.plan).compute
+        self.sight = Sight.of(work.plan.model.module(BACKBONE).layers)  # As far as lengths say it.
 
     def price(self, name: str, layer: Layer) -> ContextPrice:
         """The exchange of rows between ranks in a layer's attention, [replicas * microbatches] each.
@@ -69,7 +71,7 @@ class ContextPricing:
             return ContextPrice(seconds, copied)
         together = [tuple(unit.rank(0, d, c) for d in range(unit.dp) for c in range(cp))]
         for microbatch in np.unique(items.microbatch[items.cuts.items]).tolist():
-            rows = rows_of_replicas(items, microbatch, cp)
+            rows = rows_of_replicas(items, microbatch, cp, self.sight)
             table = AttentionTable.packed(rows.lengths).windowed(attention.window or None)
             sent = np.array([2.0 * kv_heads * rows.most_moved(rows.wanted(table))])
             price = self._exchanged(sent, sent, head_bytes, together)
@@ -92,7 +94,7 @@ class ContextPricing:
         rows = np.array([lengths.sum() for lengths in cells])
         # Dealing out a pack takes 2 ms; beyond some, packs move the same share of their rows.
         dealt = cells[:: -(-len(cells) // _MAX_DEALT)]
-        moved = np.array([moved_rows(lengths, cp, window) for lengths in dealt])
+        moved = np.array([moved_rows(lengths, cp, window, self.sight) for lengths in dealt])
         if len(dealt) < len(cells):
             moved = np.outer(rows, moved.sum(axis=0) / max(sum(lengths.sum() for lengths in dealt), 1))
         of_keys, of_all = moved.T.astype(np.float64)

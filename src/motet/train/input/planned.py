@@ -26,6 +26,7 @@ from motet.dispatch import LoadedExample, RankBatch
 from motet.dispatch.context import DEFAULT_CONTEXT, ContextConfig, ContextPlace
 from motet.dispatch.cut_batch import examples_to_lay_out, examples_to_read
 from motet.dispatch.stage_batch import assemble_stages
+from motet.models.backbone import Backbone
 from motet.runtime.place import Place
 from motet.schedule import PlannedProgram, PlannedStage, planned
 from motet.simulate.filling.step_filler import StepFiller
@@ -59,25 +60,27 @@ class StageNeeds:
     context: ContextPlace | None = None
 
     @staticmethod
-    def of(
-        place: Place, context: ContextConfig = DEFAULT_CONTEXT, *, needs_places: bool = False, merges: bool = False
-    ) -> StageNeeds:
+    def of(place: Place, context: ContextConfig = DEFAULT_CONTEXT, backbone: Backbone | None = None) -> StageNeeds:
         """Of the rank of a Place. Places of rows are read with the tokens, where a block needs to know them: before it
         rows enter the backbone again, or its rows see some behind them.
 
         context: how attention gets rows of other ranks that share its sequences.
-        needs_places: as of `models.backbone.Backbone`. merges: whether that has a merge of the user's own.
+        backbone: that of the model; None: one whose rows see none behind them, and which merges as all do.
         """
         plan, stages = place.program.layout.plan, place.stages.values()
         model = plan.model
         begun = {name: one for one in stages for name, (first, _) in one.layers.items() if first == 0}
         ended = {name for one in stages for name, (_, stop) in one.layers.items() if stop == model.num_blocks[name]}
         spans = [range(*one.layers[BACKBONE]) for one in stages if BACKBONE in one.layers]
-        knows_places = any(block in span for *_, block in model.reentries for span in spans) or (needs_places and spans)
+        knows_places = any(block in span for *_, block in model.reentries for span in spans) or (
+            backbone is not None and backbone.needs_places and spans
+        )
         # What a generator makes is what its last stage compares with.
         makes = {name: one for one in stages for name in ended & {*model.generators} & one.layers.keys()}
         readers = {name: stage for name, stage in (makes | begun).items() if name != BACKBONE}
-        among = ContextPlace.of(plan, place.c, context, merges=merges) if BACKBONE in place.replicas else None
+        among, own = None, {} if backbone is None else {"merges": backbone.merge is not None, "sight": backbone.sight}
+        if BACKBONE in place.replicas:
+            among = ContextPlace.of(plan, place.c, context, **own)
         return StageNeeds(place.replicas, readers, BACKBONE in begun.keys() | ended or bool(knows_places), among)
 
     def reads(self, phase: str, microbatch: int, program: PlannedProgram | None) -> bool:
