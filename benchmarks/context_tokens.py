@@ -185,8 +185,8 @@ def dealt_by_each(packs: list[tuple[Int64Array, list[list[int]]]], num_ranks: in
                 found[number, by] += imbalance(seen, rows, num_ranks) / len(packs)
     for what, (seen, causal) in zip(("packs", "the longest sequence cut"), found, strict=True):
         name = f"dealt, {num_ranks} ranks, {way}, {what}: pairs of the busiest rank over the mean"
-        yield Row(f"{name}, as training deals rows out", seen, 1.01, seen <= 1.01)
-        yield Row(f"{name}, as if all were causal", causal)
+        yield Row(f"{name}, as training deals rows out", float(seen), 1.01)
+        yield Row(f"{name}, as if all were causal", float(causal))
 
 
 def sent(rows: ContextRows, wanted: list[Int64Array]) -> int:
