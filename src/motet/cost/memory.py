@@ -344,7 +344,7 @@ def _block_layers(
         recomputed = is_recomputed and (whole or layer.in_block) and (needs_input or layer.trainable)
         has_branches = layer.attention is not None and not layer.of_media and (is_backbone or not layer.item_rows)
         in_parts = has_parts and (has_branches or (is_backbone and layer.kind == "norm"))
-        has_come = is_first and (is_backbone or number > 0 or is_recomputed)
+        has_come = is_first and (is_backbone or number > 0)
         and_whole = in_parts and (not layer.in_block or has_come)
         yield StageLayer(name, layer, needs_input, recomputed, in_parts, and_whole)
 
