@@ -172,6 +172,25 @@ def some_rows(rows: ItemRows) -> Iterator[None]:
             draws.counts = before
 
 
+@contextmanager
+def some_more_rows(num_rows: int, numbers: Callable[[], Int64Array]) -> Iterator[None]:
+    """In the block, tensors have so many rows, as the module has them around it, or some of these.
+
+    numbers: gives the numbers of these among all, int64 [n]; it is called if there is anything to draw for.
+    """
+    draws = _active.draws
+    before = () if draws is None else draws.counts
+    if draws is not None:
+        item, row = _rows_of_items(draws, (num_rows,))
+        some = numbers()
+        draws.counts = ItemRows(item, row), ItemRows(item[some], row[some])
+    try:
+        yield
+    finally:
+        if draws is not None:
+            draws.counts = before
+
+
 def draws_by_item() -> bool:
     """Whether masks are drawn by item here, and not by torch's generators."""
     return _active.draws is not None

@@ -7,9 +7,9 @@ In a branch of a layer, each rank has some of the heads, or some of the MLP's in
 Hidden states between branches, norms and biases behind a sum are the same on all ranks, and so are their gradients: the
 gradient of what is copied is summed in backward. All ranks of a group call everything here alike, on the same rows.
 
-In a backbone each rank has a part of the rows between branches (`RowParts`; Korthikanti et al. 2022, section 4.2.2): it
-gathers all of them where it would copy, and sums those of each rank where it would sum. Then ranks keep, and normalise,
-their rows alone, and gradients of norms and biases there are sums over ranks.
+Between the branches of backbones and encoders each rank has a part of the rows (`RowParts`; Korthikanti et al. 2022,
+section 4.2.2): it gathers all of them where it would copy, and sums those of each rank where it would sum. Then ranks
+keep, and normalise, their rows alone, and gradients of norms and biases there are sums over ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from threading import local
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from torch.nn.functional import linear
 
 from motet.chunked import LaterWeight, summed_product
 from motet.core.arrays import Int64Array
-from motet.dropout import set_divided
+from motet.dropout import set_divided, some_more_rows
 from motet.peer_copies import PeerCopies
 
 _Move = Callable[[Tensor], Tensor]
@@ -124,6 +125,12 @@ def _all_reduced(x: Tensor, ranks: TensorRanks) -> Tensor:
     return total
 
 
+class _Rows(local):
+    """Of a thread, as passes that pause have one each. num: as of `RowParts.of`."""
+
+    num = 0
+
+
 class RowParts:
     """How hidden states between the branches of a module are: whole on all ranks or, in the block of `of`, in parts.
 
@@ -132,21 +139,51 @@ class RowParts:
     """
 
     def __init__(self, ranks: TensorRanks) -> None:
-        self.ranks, self.num_rows = ranks, 0
+        self.ranks, self._rows = ranks, _Rows()
         self.meanwhile: Callable[[bool], None] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowParts:
+        """Itself, as of `TensorRanks`: hooks of a copied model still call this one."""
+        return self
+
+    @property
+    def num_rows(self) -> int:
+        """All rows, in the block of `of`; else 0."""
+        return self._rows.num
 
     @contextmanager
     def of(self, num_rows: int) -> Iterator[None]:
         """In the block, each rank has a part of so many rows, equally many each; the last ones may be padding. 0: each
         has all rows.
         """
-        before, self.num_rows = self.num_rows, num_rows
+        before, self._rows.num = self._rows.num, num_rows
         try:
             yield
         finally:
-            self.num_rows = before
+            self._rows.num = before
 
-    def numbers_of(self, num_rows: int) -> Int64Array:
+    def held(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that runs with rows as they are now, whenever it is called, and by whichever thread."""
+        num_rows = self.num_rows
+
+        def running(*args: Any, **kwargs: Any) -> Any:
+            with self.of(num_rows):
+                return run(*args, **kwargs)
+
+        return running
+
+    def in_parts(self, layers: Callable[..., Tensor], rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """What layers make of rows [num_rows, width], which all ranks have, as they have what comes back.
+
+        layers: are called with this rank's part of the rows, and return as many.
+        """
+        num_rows = len(rows)
+        if not num_rows:
+            return layers(rows, *args, **kwargs)
+        with self.of(num_rows), some_more_rows(num_rows, lambda: self._numbers_of(num_rows)):
+            return self.whole(layers(self.own(rows), *args, **kwargs))
+
+    def _numbers_of(self, num_rows: int) -> Int64Array:
         """The numbers of this rank's rows of so many, int64 [rows of a part]; padding has that of the last."""
         size = -(-num_rows // self.ranks.size)
         return np.arange(size * self.ranks.index, size * (self.ranks.index + 1)).clip(max=num_rows - 1)
@@ -159,17 +196,18 @@ class RowParts:
         """All rows [num_rows, width] of the parts, on all ranks, whose gradients are the same."""
         return _Transposed.apply(part, self._gathering(), self._part)
 
-    def on_all_rows(self, forward: Callable[..., Tensor], hidden: Tensor, **arguments: Any) -> Tensor:
-        """What a layer that picks among all rows makes of hidden states [1, rows, width], as they are between branches.
+    def on_all_rows(self, forward: Callable[..., Tensor], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """What a function of all rows makes of hidden states [..., rows, width], as they are between branches.
 
         Parts are gathered for it, and taken of what it returns. Inside, all ranks have all rows.
         """
         if not self.num_rows:
-            return forward(hidden, **arguments)
-        rows = self.whole(hidden[0])
+            return forward(hidden, *args, **kwargs)
+        ahead, rows = hidden.shape[:-2], self.whole(hidden.flatten(0, -2))
         with self.of(0):
-            passed = forward(rows[None], **arguments)
-        return self.own(passed[0])[None]
+            passed = forward(rows.view(*ahead, *rows.shape), *args, **kwargs)
+        own = self.own(passed.flatten(0, -2))
+        return own.view(*ahead, *own.shape)
 
     def into_products(self, hidden: Tensor) -> Tensor:
         """What the first products of a branch multiply, [..., all rows, width], from what its norm has made."""
@@ -284,18 +322,25 @@ def sum_gradients(module: nn.Module, shared: Callable[[Tensor], Tensor]) -> None
     shared: `copied` for norms of queries and keys, which each rank calls with heads of its own, and `RowParts.shared`
             for those that it calls with rows of its own.
     """
-    module.forward = partial(_with_copies, module, module.forward, shared)  # type: ignore[method-assign]
+    module.forward = with_copies(module, module.forward, shared)  # type: ignore[method-assign]
+
+
+def with_copies(
+    module: nn.Module, run: Callable[..., Tensor], shared: Callable[[Tensor], Tensor]
+) -> Callable[..., Tensor]:
+    """A function like `run` in which a module's own parameters are what `shared` makes of them."""
+    return partial(_with_copies, module, run, shared)
 
 
 def _with_copies(
-    module: nn.Module, forward: Callable[..., Tensor], shared: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+    module: nn.Module, run: Callable[..., Tensor], shared: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
 ) -> Tensor:
     own = dict(module._parameters)
     try:
         for name, parameter in own.items():
             if parameter is not None:
                 module._parameters[name] = shared(parameter)  # type: ignore[assignment]
-        return forward(*args, **kwargs)
+        return run(*args, **kwargs)
     finally:
         module._parameters.update(own)
 

@@ -148,7 +148,7 @@ def examples(model, encoder):
 
 
 def run(model, encoder, deferred=None, recomputes=True):
-    """(loss, gradients by name, next tokens). recomputes: layers see all rows then, else ranks have a part each."""
+    """(loss, gradients by name, next tokens). recomputes: backward runs some layers again."""
     sequences, media = examples(model, encoder)
     keys = np.arange(7, 9)
     for module in (model.encoders["item"], model.backbone):
@@ -325,6 +325,63 @@ def _rows_of_norms(rank, num_ranks):
 def test_each_rank_normalises_a_part_of_the_rows():
     for seen, num_rows in run_ranks(_rows_of_norms, 2):
         assert seen == [-(-num_rows // 2)] * 2
+
+
+ROW_NORMS = {
+    "siglip": ("layer_norm1", "layer_norm2"),
+    "eva_clip": ("layer_norm1", "layer_norm2"),
+    "dinov2": ("norm1", "norm2"),
+    "qwen2_vl": ("norm1", "norm2"),
+    "whisper": ("self_attn_layer_norm", "final_layer_norm"),
+}
+"""Families of encoders, with norms before branches or behind them, fused products, class rows or padding."""
+
+
+def _rows_of_encoders(rank, num_ranks):
+    found = {}
+    for family, names in ROW_NORMS.items():
+        model, seen = build("llama", {}, family).eval(), found.setdefault(family, [])
+        divided(model, TensorRanks(dist.group.WORLD, rank, num_ranks))
+        encoder = model.encoders["item"]
+        for name in names:
+            norm = getattr(encoder.blocks[1], name)
+            norm.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].shape[:-1].numel()))
+        encoder(*examples(model, family)[1]["item"])
+    return found
+
+
+def test_each_rank_normalises_a_part_of_the_rows_of_encoders():
+    num_rows = {"siglip": 8 + 15, "eva_clip": 9 + 16, "dinov2": 9 + 16, "qwen2_vl": 8 + 24, "whisper": 2 * 10}
+    for found in run_ranks(_rows_of_encoders, 2):
+        assert found == {family: [-(-count // 2)] * 2 for family, count in num_rows.items()}
+
+
+def _few_rows(rank, num_ranks):
+    """Of an image of two patches and one of three, on more ranks than some have rows."""
+
+    def gradients_of(model, sizes):
+        values = torch.randn(sum(map(np.prod, sizes)), 48, generator=torch.Generator().manual_seed(3)).double()
+        rows = model.encoders["item"](values, torch.tensor(sizes))
+        (rows * torch.arange(1, 1 + len(rows))[:, None]).square().mean().backward()
+        return rows.detach(), {name: each.grad for name, each in model.encoders.named_parameters()}
+
+    for sizes in ([[1, 2]], [[1, 3]], [[1, 2], [1, 3]]):
+        rows, gradients = gradients_of(build("llama", {}, "siglip").eval(), sizes)
+        model = build("llama", {}, "siglip").eval()
+        ranks = TensorRanks(dist.group.WORLD, rank, num_ranks)
+        cuts = divided(model, ranks)
+        own_rows, own = gradients_of(model, sizes)
+        torch.testing.assert_close(own_rows, rows, rtol=1e-10, atol=1e-12)
+        for name, gradient in gradients.items():
+            if (dimension := cuts.get(f"encoders.{name}")) is not None:
+                first, stop = ranks.part(gradient.shape[dimension])
+                gradient = gradient.narrow(dimension, first, stop - first)
+            error = (own[name] - gradient).abs().max() / max(gradient.abs().max(), 1e-3)
+            assert error < 1e-10, f"{sizes}: {name} is off by {error}"
+
+
+def test_ranks_of_an_encoder_may_have_fewer_rows_than_others_or_none():
+    run_ranks(_few_rows, 4)
 
 
 def _vocabulary(rank, num_ranks):

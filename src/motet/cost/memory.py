@@ -11,8 +11,8 @@
   one whose weights are frozen, but which passes a gradient on, only those that are not for gradients of weights alone.
   A recomputed layer keeps its input alone; the rest exists once, for the running layer. A layer without a backward
   pass keeps nothing. Of tensor-parallel ranks each keeps a part of what is of heads and inner columns. The rest is
-  whole on all of them, but between the branches of a backbone (`StageLayer.in_parts`); there too they keep whole what
-  the first products multiply, which the paper gathers again in backward.
+  whole on all of them, but between the branches of backbones and encoders (`StageLayer.in_parts`); there too they keep
+  whole what the first products multiply, which the paper gathers again in backward.
 - Transients, the largest of each. Gathered layers (ZeRO stage 3): the running one and the prefetched next one; in a
   pipeline all of the stage, as its Program gathers a stage. Gradients before their reduction (from ZeRO stage 2 on): of
   a layer; in a pipeline of the stage. The running layer's elements that are not kept, with the gradients of its output
@@ -252,10 +252,12 @@ class StageLayer(NamedTuple):
     """A layer as a stage computes it.
 
     needs_input:  backward needs the gradient of its input (`input_gradients`).
-    in_parts:     tensor-parallel ranks have a part of the rows between its branches each (`models/backbone.py`): in a
-                  backbone into which no rows enter again; not in layers that attend to rows of images.
+    in_parts:     tensor-parallel ranks have a part of the rows between its branches each (`RowParts`): in a backbone
+                  into which no rows enter again, and in encoders whose passes run in one piece; not in layers that
+                  attend to rows of images, nor in those of generators and of queries.
     and_whole:    beside its part it keeps whole rows as wide as its output: the first of these layers those that
-                  came, to whichever layer of the stage that is not recomputed; the last norm those that it hands on.
+                  came, to whichever layer of the stage that is not recomputed, but what an encoder embeds itself; the
+                  last norm of a backbone those that it hands on.
     """
 
     module: str
@@ -289,16 +291,19 @@ Spans = Mapping[str, tuple[int, int]]
 """Per module, a range of its blocks (`Module.blocks`): (first, stop)."""
 
 
-def stage_layers(model: ModelSpec, spans: Spans, recompute: Mapping[str, int]) -> list[StageLayer]:
+def stage_layers(
+    model: ModelSpec, spans: Spans, recompute: Mapping[str, int], *, in_pieces: bool = False
+) -> list[StageLayer]:
     """The layers that a stage computes, in execution order.
 
+    in_pieces: as of `PlannedStage`.
     recompute: per module, the number of blocks whose activations are recomputed: the first of its blocks in the stage.
     A recomputed block recomputes its transformer layer, as frameworks do; without one, all of its layers. A layer
     without a backward pass is not recomputed.
     """
     found: list[StageLayer] = []
     for name, (first, stop) in spans.items():
-        blocks, num_recomputed = _layers_of_blocks(model, name), recompute.get(name, 0)
+        blocks, num_recomputed = _layers_of_blocks(model, name, in_pieces), recompute.get(name, 0)
         for number, block in enumerate(blocks[first:stop]):
             found += block[number < num_recomputed, number == 0]
     return found
@@ -308,36 +313,39 @@ _BlockLayers = Mapping[tuple[bool, bool], list[StageLayer]]
 """The layers of a block, by whether it is recomputed and whether it is the first of its stage."""
 
 
-def _layers_of_blocks(model: ModelSpec, name: str) -> list[_BlockLayers]:
+def _layers_of_blocks(model: ModelSpec, name: str, in_pieces: bool) -> list[_BlockLayers]:
     """Those of each block of a module; made once for each model, as all stages consist of the same."""
-    known: dict[str, list[_BlockLayers]] = model.derived.setdefault("layers_of_blocks", {})
-    if name not in known:
-        known[name] = [
+    known: dict[tuple[str, bool], list[_BlockLayers]] = model.derived.setdefault("layers_of_blocks", {})
+    if (name, in_pieces) not in known:
+        known[name, in_pieces] = [
             {
-                (recomputed, is_first): list(_block_layers(model, name, block, recomputed, is_first))
+                (recomputed, is_first): list(_block_layers(model, name, number, recomputed, is_first, in_pieces))
                 for recomputed in (False, True)
                 for is_first in (False, True)
             }
-            for block in model.module(name).blocks
+            for number in range(len(model.module(name).blocks))
         ]
-    return known[name]
+    return known[name, in_pieces]
 
 
 def _block_layers(
-    model: ModelSpec, name: str, block: range, is_recomputed: bool, is_first: bool
+    model: ModelSpec, name: str, number: int, is_recomputed: bool, is_first: bool, in_pieces: bool
 ) -> Iterator[StageLayer]:
     module, needs = model.module(name), model.input_gradients[name]
-    layers = module.layers
-    has_parts = name == BACKBONE and module.key_blocks.issuperset(
-        entered for _, sink, entered in model.reentries if sink == name
-    )
+    layers, block, is_backbone = module.layers, module.blocks[number], name == BACKBONE
+    if is_backbone:
+        entered = {block for _, sink, block in model.reentries if sink == name}
+        has_parts = module.key_blocks.issuperset(entered)
+    else:
+        has_parts = name not in model.generators and not in_pieces
     whole = not any(layers[index].in_block for index in block)
     for index in block:
         layer, needs_input = layers[index], needs[index]
         recomputed = is_recomputed and (whole or layer.in_block) and (needs_input or layer.trainable)
-        has_branches = layer.attention is not None and not layer.of_media
-        in_parts = has_parts and (has_branches or layer.kind == "norm")
-        and_whole = in_parts and (not layer.in_block or is_first)
+        has_branches = layer.attention is not None and not layer.of_media and (is_backbone or not layer.item_rows)
+        in_parts = has_parts and (has_branches or (is_backbone and layer.kind == "norm"))
+        has_come = is_first and (is_backbone or number > 0)
+        and_whole = in_parts and (not layer.in_block or has_come)
         yield StageLayer(name, layer, needs_input, recomputed, in_parts, and_whole)
 
 

@@ -250,7 +250,8 @@ class QueriedItems:
 
 
 class PaddedClips:
-    """Extents of clips padded to a common length: clip i is rows 0 to lengths[i] of batch entry i; full attention.
+    """Extents of clips that are padded to the longest, and stand one after the other: clip i is the first lengths[i] of
+    its rows; full attention.
 
     It serves encoders that cannot be packed because they convolve before they attend.
     lengths: int64 [num_items], on the host.
@@ -258,23 +259,27 @@ class PaddedClips:
 
     causal = False
 
-    def __init__(self, lengths: Int64Array, longest: int, device: torch.device) -> None:
-        real = np.arange(longest) < np.asarray(lengths)[:, None]
+    def __init__(self, lengths: Int64Array, device: torch.device) -> None:
+        lengths = np.asarray(lengths)
+        self.shape = len(lengths), int(lengths.max())
+        real = np.arange(self.shape[1]) < lengths[:, None]
         self.keys = None if real.all() else on_device(real[:, None, None, :], device)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, window: int | None
     ) -> Tensor:
-        """query [num_items, heads, longest, head_dim], key and value [num_items, kv_heads, longest, head_dim] ->
-        [num_items, longest, heads, head_dim].
+        """query [1, heads, num_items * longest, head_dim], key and value [1, kv_heads, num_items * longest, head_dim]
+        -> [1, num_items * longest, heads, head_dim].
         """
         if window is not None:
             raise ValueError("padded attention has no sliding window")
+        query, key, value = (x[0].unflatten(1, self.shape).transpose(0, 1) for x in (query, key, value))
         heads_per_kv = query.shape[1] // key.shape[1]
         if heads_per_kv > 1:
             key, value = (x.repeat_interleave(heads_per_kv, dim=1) for x in (key, value))
-        drawn = _drawn(dropout, (query.shape[0], query.shape[2]), query.device)
-        return _attended(query, key, value, self.keys, False, scale, dropout, drawn).transpose(1, 2)
+        drawn = _drawn(dropout, self.shape, query.device)
+        out = _attended(query, key, value, self.keys, False, scale, dropout, drawn)
+        return out.transpose(1, 2).flatten(0, 1)[None]
 
 
 def _attention(

@@ -477,7 +477,7 @@ class Backbone(nn.Module):
         with (
             self._only(first, stop),
             self._entering(features, sequences),
-            arranged(2 * first, lambda: self._rows_between(sequences, len(hidden))),
+            arranged(2 * first, lambda: _rows_of(sequences)),
             document_lengths(self.causal_lm, of_rows),
         ):
             position_ids = on_device(positions + self.first_position, hidden.device).unsqueeze(-2)
@@ -486,17 +486,6 @@ class Backbone(nn.Module):
                 routed |= self._crossing(hidden, features, sequences)
             passed = self._through(hidden, position_ids=position_ids, segments=segments, **routed)
         return passed if context is None else passed[: len(context.own)]
-
-    def _rows_between(self, sequences: Sequences, num_rows: int) -> list[Int64Array | ItemRows]:
-        """As `_rows_of`, and those of the part that a tensor-parallel rank has between branches. num_rows: here."""
-        found = _rows_of(sequences)
-        if self.row_parts is None:
-            return found
-        if not isinstance(whole := found[0], ItemRows):
-            item = np.repeat(np.arange(len(whole)), whole)
-            whole = ItemRows(item, np.arange(len(item)) - np.repeat(np.cumsum(whole) - whole, whole))
-        part = self.row_parts.numbers_of(num_rows)
-        return [*found, ItemRows(whole.item[part], whole.row[part])]
 
     def _crossing(self, hidden: Tensor, features: Mapping[str, Tensor], sequences: Sequences) -> dict[str, Any]:
         """What layers that attend to keys are given of them: the keys, [1, keys, dim], and which rows see which."""
@@ -542,13 +531,15 @@ class Backbone(nn.Module):
 
     def _through(self, hidden: Tensor, **arguments: Any) -> Tensor:
         """HF's layers on rows [total, dim]. Tensor-parallel ranks have a part of them each, unless layers are to see
-        all: where rows are added before a block, or where backward calls a block again, outside of this context.
+        all: where rows are added before a block.
         """
-        parts = self.row_parts
-        if parts is None or any(block.recompute or block.entering for block in self._blocks):
-            return self._text.through(hidden[None], **arguments)[0]
-        with parts.of(len(hidden)):
-            return parts.whole(self._text.through(parts.own(hidden)[None], **arguments)[0])
+
+        def layers(rows: Tensor) -> Tensor:
+            return self._text.through(rows[None], **arguments)[0]
+
+        if self.row_parts is None or any(block.entering for block in self._blocks):
+            return layers(hidden)
+        return self.row_parts.in_parts(layers, hidden)
 
     def leave(self, hidden: Tensor, sequences: Sequences) -> tuple[Tensor, int]:
         """What stands behind the blocks and the norm: the loss and the number of targets, as `forward` returns them."""

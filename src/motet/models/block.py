@@ -38,6 +38,7 @@ class Block(nn.Module):
     number:    of the block in its module.
     halves:    of the layer, as in `contract`; () if it has none.
     half:      which half runs: the first (0), the second (1), or both (-1).
+    held:      a function of what runs, which runs alike when backward calls it again (`RowParts.held`).
     """
 
     def __init__(self, inner: nn.Module, recompute: bool = False) -> None:
@@ -51,6 +52,7 @@ class Block(nn.Module):
         self.number = 0
         self.halves: Halves = ()
         self.half = -1
+        self.held: Callable[[Callable[..., Any]], Callable[..., Any]] = _as_it_is
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         # FSDP reduces a block's gradients when backward reaches its input, or at the very end if the input needs no
@@ -80,7 +82,7 @@ class Block(nn.Module):
     def _kept_or_not(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What a function returns, whose activations are kept, or freed and computed again in backward."""
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+            return checkpoint(self.held(run), *args, use_reentrant=False, **kwargs)
         return run(*args, **kwargs)
 
     def _running(self) -> Callable[..., Any]:
@@ -103,6 +105,10 @@ class Block(nn.Module):
             if name.startswith("_"):
                 raise
             return getattr(super().__getattr__("inner"), name)
+
+
+def _as_it_is(run: Callable[..., Any]) -> Callable[..., Any]:
+    return run
 
 
 def hooks_passes(module: nn.Module) -> bool:

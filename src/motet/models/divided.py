@@ -4,12 +4,13 @@ A family of the registry says how its layers are divided (`TensorBranch`). Embed
 cut by the vocabulary, and an MLP between encoder and backbone by its inner columns. Of routed experts each rank has
 some, whole, and all of their router. What a family computes as one
 product of several (queries, keys and values) is split first (`fused.py`). All else (norms, patch embeddings,
-convolutions, position tables, other projectors) is whole on every rank, and computed by each of them.
+convolutions, position tables, other projectors) is whole on every rank, and computed by each of them. Between branches
+each rank has a part of the rows (`RowParts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Any, TypeAlias
@@ -23,7 +24,7 @@ from motet.chunked import ColumnProducts
 from motet.core.workload import BACKBONE
 from motet.dropout import set_divided
 from motet.models.backbone import Backbone
-from motet.models.block import is_changed, is_compiled
+from motet.models.block import Block, is_changed, is_compiled
 from motet.models.dit import DiT
 from motet.models.exact import Float64RMSNorm
 from motet.models.experts import RoutedExperts, divide_experts, expert_parameters
@@ -61,6 +62,7 @@ from motet.tensor_parallel import (
     divide_norm,
     divide_vocabulary,
     sum_gradients,
+    with_copies,
 )
 
 _DividedModule: TypeAlias = ModalityModule | Backbone | GeneratorModule
@@ -170,16 +172,19 @@ def cuts_of(mllm: MLLM, name: str) -> dict[str, int]:
     return {name: cuts[id(parameter)] for name, parameter in mllm.named_parameters() if id(parameter) in cuts}
 
 
-def divide(mllm: MLLM, ranks: Mapping[str, TensorRanks]) -> None:
+def divide(mllm: MLLM, ranks: Mapping[str, TensorRanks], whole_rows: Container[str] = ()) -> None:
     """Change a model's layers, in place, to those of this rank. Parameters that `cuts_of` names are cut elsewhere.
 
     mllm: may be a part (`part.py`), with its parameters or before it has them. ranks: module -> those that share it.
+    whole_rows: the encoders of which all ranks have all rows between branches (`PlannedStage.in_pieces`).
     """
     for name, of_module in ranks.items():
         module, parts = _module(mllm, name), RowParts(of_module)
         branches = _branches_of(_tower(module))
-        for layer in _layers(module):
-            _share_norms(layer, branches, parts)
+        for block in _layer_blocks(module):
+            _share_norms(block, branches, parts)
+        if isinstance(module, ModalityModule) and name not in whole_rows:
+            _part_rows(module.encoder, parts)
         for root, branch in _branches(module):
             if _at(root, branch.row).weight is not None:
                 _divide_branch(root, branch, parts)
@@ -189,13 +194,26 @@ def divide(mllm: MLLM, ranks: Mapping[str, TensorRanks]) -> None:
         if isinstance(module, Backbone):
             sum_gradients(module.text.norm, parts.shared)
             divide_vocabulary(module.text.table, of_module)
+        for block in _layer_blocks(module):
+            block.held = parts.held
 
 
-def _share_norms(layer: nn.Module, branches: Sequence[TensorBranch], parts: RowParts) -> None:
+def _part_rows(encoder: Any, parts: RowParts) -> None:
+    """Let the layers of an encoder run on parts of the rows; what it names in `on_all_rows` stands between them."""
+    encoder.through = partial(parts.in_parts, encoder.through)
+    for name in getattr(encoder, "on_all_rows", ()):
+        setattr(encoder, name, partial(parts.on_all_rows, getattr(encoder, name)))
+
+
+def _share_norms(block: Block, branches: Sequence[TensorBranch], parts: RowParts) -> None:
     """Norms of whole rows, and factors of rows: the parameters of a layer that are in no branch."""
+    layer = block.inner
     for module in _row_modules(layer, branches):
         if any(parameter is not None for parameter in module._parameters.values()):
             sum_gradients(module, parts.shared)
+            if module is layer and block.halves:  # They run without its forward.
+                first, second = (with_copies(layer, half, parts.shared) for half in block.halves)
+                block.halves = first, second
 
 
 def _row_modules(layer: nn.Module, branches: Sequence[TensorBranch]) -> list[nn.Module]:
@@ -352,8 +370,12 @@ def _tower(module: _DividedModule) -> nn.Module:
 
 def _layers(module: _DividedModule) -> list[nn.Module]:
     """The transformer layers, without the Blocks around them and without those of a projector."""
-    blocks = module.blocks[: module.num_encoder_blocks] if isinstance(module, ModalityModule) else module.blocks
-    return [block.inner for block in blocks]
+    return [block.inner for block in _layer_blocks(module)]
+
+
+def _layer_blocks(module: _DividedModule) -> Sequence[Block]:
+    """The Blocks around the transformer layers."""
+    return module.blocks[: module.num_encoder_blocks] if isinstance(module, ModalityModule) else module.blocks
 
 
 def _vocabulary(backbone: Backbone) -> tuple[nn.Module, nn.Module]:

@@ -162,6 +162,11 @@ class ModuleSizes:
         """Rows of each item in tensors of the encoder, in each way in which they may be, for `arranged`."""
         seen, counts = self.seen(sizes.numpy())
         outputs = item_rows(self.extents(seen))
+        if (said := getattr(self.encoder, "num_hidden", None)) is not None:
+            hidden = said(seen)
+            if self.cost == "padded":  # In layers, clips are as long as the longest.
+                hidden = np.full(len(hidden), hidden.max(initial=0))
+            return [sums(rows, counts) for rows in (hidden, outputs)]
         class_rows = getattr(self.encoder, "class_rows", 0)
         return [sums(rows, counts) for rows in (np.prod(seen, axis=1), outputs, outputs + class_rows)]
 

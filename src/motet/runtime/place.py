@@ -103,6 +103,11 @@ class Place:
         return tuple((unit, tuple(modules)) for unit, modules in of_units.values())
 
     @property
+    def in_pieces(self) -> set[str]:
+        """The modules here of whose passes parts run apart from each other (`PlannedStage.in_pieces`)."""
+        return {name for stage in self.stages.values() if stage.in_pieces for name in stage.layers}
+
+    @property
     def recomputed(self) -> dict[str, int]:
         """Module -> the number of its blocks here that are recomputed; modules without any are left out."""
         counts: Counter[str] = Counter()

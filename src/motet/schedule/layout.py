@@ -66,6 +66,8 @@ class PlannedStage:
                   call.
     has_sums:     whether the parts are those of an encoder whose sums over tensor-parallel ranks are apart
                   (`parts_with_sums`).
+    in_pieces:    whether parts of a pass run apart from each other, as of encoders in bubbles. Their tensor-parallel
+                  ranks then have all rows between branches: parts would have to come together at each cut.
     index:        its index among the stages of its unit.
     begins_inside, ends_inside: of a part of a stage (`parts_of`): it is without the first half of its first block, and
                   without the second half of its last one.
@@ -94,6 +96,7 @@ class PlannedStage:
     num_parts: int = 1
     has_halves: bool = False
     has_sums: bool = False
+    in_pieces: bool = False
     index: int = 0
     begins_inside: bool = False
     ends_inside: bool = False

@@ -341,14 +341,17 @@ def layers_of(made, stage):
 def kept_a_row(made, stage):
     """(module, layer, has backward, bytes in bf16 of a row that it keeps, and that it would if it were not recomputed).
 
-    Between the branches of a backbone a tensor-parallel rank has a part of the rows; first products get whole ones.
+    Between branches a tensor-parallel rank has a part of the rows; first products get whole ones. So do all layers of
+    encoders whose passes are cut.
     """
-    tp, has_begun = stage.unit.tp, False
+    tp, begun = stage.unit.tp, set()
     for name, layer, before, again in layers_of(made, stage):
         divided, more = layer.divided_width, 0
-        if name == "backbone" and layer.attention:
+        if layer.attention and (name == "backbone" or not stage.in_pieces):
             divided = layer.activation_width - 2 * layer.output_width
-            more, has_begun = 0 if has_begun else layer.output_width, True
+            has_come = name == "backbone" or stage.layers[name][0] > 0
+            more = layer.output_width if has_come and name not in begun else 0
+            begun.add(name)
         elif name == "backbone" and layer.kind == "norm":
             divided, more = layer.activation_width, layer.output_width
         saved = layer.activation_width - divided + divided / tp + more * (tp > 1)

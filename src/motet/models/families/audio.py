@@ -130,15 +130,15 @@ class AudioEncoder(nn.Module):
         self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedItemRows | None = None
     ) -> Tensor:
         """The layers first ... stop - 1. shared: as of `enter`."""
-        padded = hidden.unflatten(0, (len(sizes), -1)) if shared is None else hidden[None]
         extents: PaddedClips | ContextItems
         if shared is None:
-            extents = PaddedClips(self._real_counts(sizes), padded.shape[1], hidden.device)
+            extents = PaddedClips(self._real_counts(sizes), hidden.device)
         else:
             extents = ContextItems(shared, causal=False)
+        hidden = hidden[None]
         for layer in self.blocks[first:stop]:
-            padded = layer(padded, extents)
-        return padded.flatten(0, 1)
+            hidden = layer(hidden, extents)
+        return hidden[0]
 
     def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """The last norm, and the clips' own rows."""

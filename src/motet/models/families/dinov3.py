@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import DINOv3ViTModel
@@ -21,8 +22,8 @@ from motet.models.families.patches import (
     FeatureLayer,
     PatchEncoder,
     add_class_rows,
+    class_numbers,
     embed_patches,
-    own_positions,
     rows_here,
     without_class_rows,
     zero_image,
@@ -115,8 +116,9 @@ class Dinov3Encoder(PatchEncoder):
         frequencies = self.model.rope_embeddings.inv_freq.to(dtype)
         turned = (2 * math.pi * on_device(places, hidden.device)[:, :, None] * frequencies).flatten(1).repeat(1, 2)
         turned = rows_here(turned, shared)
-        angles = turned.new_zeros(len(hidden), turned.shape[1])
-        angles[on_device(own_positions(counts, self.class_rows, shared), hidden.device)] = turned
+        numbers = class_numbers(counts, self.class_rows, shared)
+        angles = turned.new_zeros(len(numbers), turned.shape[1])
+        angles[on_device(np.flatnonzero(numbers == self.class_rows), hidden.device)] = turned
         return {"position_embeddings": (angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype))}
 
     def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:

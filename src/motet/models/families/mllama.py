@@ -52,7 +52,10 @@ class MllamaTower(nn.Module):
     A row that comes out is one of the last layer, beside it those of inner local ones.
     class_rows: rows that fill up the tiles of an image. Of one that ranks share, the rank with its first row has them.
     shared:     the rows that are here, without those that fill tiles up, where ranks share images.
+    on_all_rows: methods between layers that need all of these rows, also where tensor-parallel ranks have a part each.
     """
+
+    on_all_rows = ("_between",)
 
     def __init__(self, model: MllamaVisionModel) -> None:
         super().__init__()

@@ -278,13 +278,8 @@ def without_class_rows(
     rows: Tensor, counts: Int64Array, num_before: int = 1, shared: SharedItemRows | None = None
 ) -> Tensor:
     """The rows of `add_class_rows` without the class rows, so many an image: [sum(counts), dim]."""
-    places = own_positions(counts, num_before, shared)
+    places = np.flatnonzero(class_numbers(counts, num_before, shared) == num_before)
     return rows.index_select(0, on_device(places, rows.device))
-
-
-def own_positions(counts: Int64Array, num_before: int, shared: SharedItemRows | None = None) -> Int64Array:
-    """Positions of the images' own rows among those of `add_class_rows`, int64 [sum(counts)]."""
-    return np.flatnonzero(class_numbers(counts, num_before, shared) == num_before)
 
 
 def class_numbers(counts: Int64Array, num_before: int, shared: SharedItemRows | None = None) -> Int64Array:

@@ -173,9 +173,8 @@ class EncoderMemory:
         module = self._job.model.module(name)
         if (index := module.halved_layer(block)) < 0:
             return 0
-        placed = stage_layers(self._job.model, {name: (block, block + 1)}, {name: 1})[
-            index - module.blocks[block].start
-        ]
+        layers = stage_layers(self._job.model, {name: (block, block + 1)}, {name: 1}, in_pieces=True)
+        placed = layers[index - module.blocks[block].start]
         rows = self._plans.layer_pricing(unit).largest_rows(name, placed.layer) / unit.cp
         compute = self._job.mixed_precision(pipeline=True).compute
         return kept_bytes(placed, rows, unit.tp, compute)[1] if placed.has_backward else 0
@@ -187,8 +186,17 @@ class EncoderMemory:
             return float(self._plans.unscheduled_pricing.layer_pricing.work.taken_in(name).max())
 
         model, precision = self._job.model, self._job.mixed_precision(pipeline=True)
+        # Of passes that are not cut, tensor-parallel ranks keep less; which are is not known yet.
         return stage_bytes(
-            model, unit, spans, pricing.largest_rows, taken_rows, 1, precision, copies=pricing.largest_copies
+            model,
+            unit,
+            spans,
+            pricing.largest_rows,
+            taken_rows,
+            1,
+            precision,
+            copies=pricing.largest_copies,
+            in_pieces=True,
         )
 
     def _layers(self, name: str, first: int, stop: int) -> tuple[object, ...]:

@@ -9,6 +9,7 @@ from motet.core.arrays import Float64Array
 from motet.core.plan import Unit
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE
+from motet.cost.memory import StageLayer
 from motet.schedule import PlannedStage
 from motet.schedule.plan_units import gathering_ranks
 from motet.simulate.predict.exchange_seconds import evenly_moved_s, gathers_s
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 def given_seconds(pricing: Pricing, stage: PlannedStage) -> tuple[Float64Array, Float64Array]:
     """Seconds in which ranks give rows to each other at a stage, in forward and in backward: those that share
     sequences the rows of encoders, before blocks that take them in, and what generators are given, behind the last;
-    and those that share items of encoders in bubbles what they made. Rows are taken to lie evenly on the ranks,
-    but those that move for a merge of the user's own (`merge_prices.py`).
+    those that share items of encoders in bubbles what they made; and those that share products of encoders their parts
+    of rows. Rows are taken to lie evenly on the ranks, but those that move for a merge of the user's own
+    (`merge_prices.py`).
     """
     forward = backward = pricing.none(stage)
     unit, model = stage.unit, pricing.plan.model
@@ -45,6 +47,13 @@ def given_seconds(pricing: Pricing, stage: PlannedStage) -> tuple[Float64Array, 
     if gathering_ranks(pricing.plan, unit) > 1 and stage.index == len(unit.stages) - 1:
         for name in unit.modules:
             forward = forward + _gathered_s(pricing, name, unit).reshape(forward.shape)
+    for name in stage.layers if unit.tp > 1 else ():
+        layers = [placed for placed in pricing.layers(stage) if placed.module == name and placed.in_parts]
+        # Embedding and output layer of a backbone are priced with two gathers more than they take.
+        if layers and name != BACKBONE:
+            forward = forward + _parts_together_s(pricing, layers[-1], unit).reshape(forward.shape)
+            if layers[0].needs_input:
+                backward = backward + _parts_together_s(pricing, layers[0], unit).reshape(backward.shape)
     return forward, backward
 
 
@@ -58,6 +67,15 @@ def _times(model: ModelSpec, stage: PlannedStage, name: str) -> tuple[int, int]:
     entries, recomputed = model.entries(name, BACKBONE), first + stage.recomputed.get(BACKBONE, 0)
     later = {block < recomputed for block in entries if max(first, 1) <= block < stop}
     return int(first == 0 and 0 in entries and not model.merges) + len(later), int(True in later)
+
+
+def _parts_together_s(pricing: Pricing, placed: StageLayer, unit: Unit) -> Float64Array:
+    """Seconds in which all of a unit's tensor-parallel ranks get the rows, or gradients of rows, of which each has a
+    part at a layer; by replica and microbatch.
+    """
+    row_bytes = placed.layer.output_width * pricing.precision.compute
+    rows = pricing.layer_pricing.price(placed.module, placed.layer).work.rows
+    return gathers_s(pricing.cost, rows * row_bytes, pricing.plan.cluster.unlike(unit.ranks, unit.tp))
 
 
 def _gathered_s(pricing: Pricing, name: str, unit: Unit) -> Float64Array:

@@ -98,8 +98,22 @@ def test_every_stage_costs_what_its_layers_and_examples_do(any_plan, learns):
                         layer = made.model.moved(name)[0]
                         rows = rows_of(made, batch, name, layer, stage, island, i, islands)
                         expected["forward_tensor"] += rows * num * layer.output_width * 2 * GATHER_S
+                for half, num_bytes in parts_together(made, batch, stage, island, i, islands):
+                    expected[half] += num_bytes * GATHER_S
                 got = {name: float(table[i]) for name, table in found._asdict().items()}
                 assert got == pytest.approx(expected, rel=1e-9), (stage.modules, stage.replica, island, i)
+
+
+def parts_together(made, batch, stage, island, microbatch, islands):
+    """(forward or backward, bytes) of rows of encoders that tensor-parallel ranks gather around a stage's layers."""
+    for name in stage.layers if stage.unit.tp > 1 and not stage.in_pieces else ():
+        of_encoder = [(layer, before) for of, layer, before, _ in layers_of(made, stage) if of == name != BACKBONE]
+        layers = [(layer, before) for layer, before in of_encoder if layer.attention]
+        if layers:
+            ends = ("forward_tensor", layers[-1][0]), *[("backward_tensor", layers[0][0])] * layers[0][1]
+            for half, layer in ends:
+                rows = rows_of(made, batch, name, layer, stage, island, microbatch, islands)
+                yield half, rows * layer.output_width * 2
 
 
 class Entered(Linear):
