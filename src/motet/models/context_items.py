@@ -30,6 +30,7 @@ from motet.core.context_rows import ContextRows, RowMoves, moved_heads
 from motet.core.errors import UserError
 from motet.core.words import counted_words
 from motet.dropout import draws_by_item, heads_from
+from motet.models.asked import Asked
 from motet.models.attention import PackedItems
 from motet.models.contract import Sequences
 from motet.models.key_items import KeyItems
@@ -239,6 +240,23 @@ class ContextItems:
         """What computes soft caps and sinks: this does."""
         return self
 
+    def make_ahead(self, asked: Asked) -> None:
+        """As of `Extents`. No collective."""
+        if self._num_whole and asked.dropout:  # It is drawn by item in training, for all rows at once.
+            self._keys_for(asked.window, False, asked.device)
+            self._joined_for(asked.window).make_ahead(asked._replace(window=None))
+            return
+        if self._num_whole:
+            of_whole = self._whole.with_scores() if asked.is_scored else self._whole
+            of_whole.make_ahead(asked)
+        window = self._reached(asked.window)
+        method = self.method_for(asked.heads, asked.kv_heads, window)
+        if method == ULYSSES:
+            self._heads_on(asked.device)[0].make_ahead(asked._replace(window=window))
+        else:
+            items, _ = self._keys_for(window, method == ALL_GATHER, asked.device)
+            items.make_ahead(asked._replace(window=None))
+
     def attend(
         self,
         query: Tensor,
@@ -287,22 +305,29 @@ class ContextItems:
             self._by_group(key[:, :, rows], value[:, :, rows]) for rows in (slice(num_whole), slice(num_whole, None))
         )
         seen = (torch.cat(both) for both in zip(whole, copies.one_ahead(shared), strict=True))
+        return self._attend_by_group(self._joined_for(window), query, seen, how._replace(window=None))
+
+    def _joined_for(self, window: int | None) -> TableItems:
+        """Rows of whole documents and of others against the keys that any of them see."""
         if window not in self._joined:
-            every = self._share.rows
+            every, num_whole = self._share.rows, self._num_whole
             wanted = self._wanted(window, everything=False)[self._rank]
             table = self._given or AttentionTable.packed(every.lengths, self.causal, self._together, self._prefix)
             seen_here = table.windowed(window).of(
                 every.rows[self._rank], np.append(np.arange(num_whole), num_whole + wanted)
             )
             self._joined[window] = TableItems(seen_here, self.causal)
-        return self._attend_by_group(self._joined[window], query, seen, how._replace(window=None))
+        return self._joined[window]
+
+    def _reached(self, window: int | None) -> int | None:
+        """The window; None where it hides nothing."""
+        return None if window is not None and window >= self._rows.lengths.max(initial=0) else window
 
     def _meet(self, query: Tensor, key: Tensor, value: Tensor, how: Scoring) -> Tensor:
         """As `attend`, of shared documents. A rank without rows of them gets some tensor, with the graph of what it has
         taken part in.
         """
-        if how.window is not None and how.window >= self._rows.lengths.max(initial=0):
-            how = how._replace(window=None)
+        how = how._replace(window=self._reached(how.window))
         method = self.method_for(query.shape[1], key.shape[1], how.window)
         if method == ULYSSES:
             return self._attend_by_heads(query, key, value, how)
