@@ -22,7 +22,7 @@ from motet.dropout import next_rows, of_heads
 from motet.models.asked import Asked
 from motet.models.kernel_calls import KernelCalls, plan_calls
 from motet.models.scores import Scoring, attended
-from motet.on_device import Staged, on_device
+from motet.on_device import Staged
 
 if TYPE_CHECKING:
     from motet.models.table_items import TableItems
@@ -278,14 +278,25 @@ class PaddedClips:
     """Extents of clips padded to a common length: clip i is rows 0 to lengths[i] of batch entry i; full attention.
 
     It serves encoders that cannot be packed because they convolve before they attend.
-    lengths: int64 [num_items], on the host.
+    lengths: int64 [num_items], on the host. The common length is that of the longest.
     """
 
     causal = False
 
-    def __init__(self, lengths: Int64Array, longest: int, device: torch.device) -> None:
-        real = np.arange(longest) < np.asarray(lengths)[:, None]
-        self.keys = None if real.all() else on_device(real[:, None, None, :], device)
+    def __init__(self, lengths: Int64Array) -> None:
+        self.lengths = np.asarray(lengths)
+        self._keys: dict[torch.device, Staged | None] = {}
+
+    def make_ahead(self, asked: Asked) -> None:
+        """As of `Extents`."""
+        self._keys_on(asked.device)
+
+    def _keys_on(self, device: torch.device) -> Staged | None:
+        """Which rows of each clip are its own, bool [num_items, 1, 1, longest]; None: all are."""
+        if device not in self._keys:
+            real = np.arange(self.lengths.max(initial=0)) < self.lengths[:, None]
+            self._keys[device] = None if real.all() else Staged([real[:, None, None, :]], device)
+        return self._keys[device]
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, window: int | None
@@ -299,7 +310,9 @@ class PaddedClips:
         if heads_per_kv > 1:
             key, value = (x.repeat_interleave(heads_per_kv, dim=1) for x in (key, value))
         drawn = _drawn(dropout, (query.shape[0], query.shape[2]), query.device)
-        return _attended(query, key, value, self.keys, False, scale, dropout, drawn).transpose(1, 2)
+        real = self._keys_on(query.device)
+        keys = None if real is None else real.there[0]
+        return _attended(query, key, value, keys, False, scale, dropout, drawn).transpose(1, 2)
 
 
 def _attention(

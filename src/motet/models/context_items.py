@@ -168,21 +168,40 @@ def placed(
     return {name: move(name, rows.to(like.dtype)) for name, rows in taken.items()}
 
 
-def keys_here(rows: Tensor, items: KeyItems, places: Int64Array, context: SharedRows) -> tuple[Tensor, KeyItems]:
-    """Copies of the items whose rows are keys of rows of this rank, and who sees which of them. A collective.
+class KeysHere:
+    """The items whose rows are keys of rows of this rank, of which other ranks have some. items: who sees which.
 
-    rows: those of the items whose places are on this rank. items: of whole documents. places: int64 [num_items].
+    every: of whole documents. places: int64 [num_items], where the items stand.
     """
-    # No other rank sees the items of documents that this rank has whole, nor knows of them.
-    num_whole = int(np.searchsorted(places, context.rows.lengths[: context.num_whole].sum()))
-    of_shared = ContextRows(
-        np.array([len(places) - num_whole]), context.rows.owner[places[num_whole:]], context.rows.num_ranks
-    )
-    seen = [items.items_of(own) for own in context.rows.rows]
-    wanted = [each[each >= num_whole] - num_whole for each in seen]
-    copies = RowCopies(of_shared.moves(context.rank, wanted), context, rows.device).of(rows[num_whole:])
-    here = torch.cat([rows[:num_whole], copies]) if num_whole else copies
-    return here, items.of(context.own, seen[context.rank])
+
+    def __init__(self, every: KeyItems, places: Int64Array, context: SharedRows) -> None:
+        # No other rank sees the items of documents that this rank has whole, nor knows of them.
+        self._num_whole = int(np.searchsorted(places, context.rows.lengths[: context.num_whole].sum()))
+        of_shared = ContextRows(
+            np.array([len(places) - self._num_whole]),
+            context.rows.owner[places[self._num_whole :]],
+            context.rows.num_ranks,
+        )
+        seen = [every.items_of(own) for own in context.rows.rows]
+        wanted = [each[each >= self._num_whole] - self._num_whole for each in seen]
+        self.items = every.of(context.own, seen[context.rank])
+        self._moves, self._share = of_shared.moves(context.rank, wanted), context
+        self._copies: dict[torch.device, RowCopies] = {}
+
+    def make_ahead(self, asked: Asked) -> None:
+        """As of `attention.Extents`. No collective."""
+        self._copies_on(asked.device)
+        self.items.make_ahead(asked)
+
+    def of(self, rows: Tensor) -> Tensor:
+        """rows of the items whose places are on this rank -> those of `items`. A collective."""
+        copies = self._copies_on(rows.device).of(rows[self._num_whole :])
+        return torch.cat([rows[: self._num_whole], copies]) if self._num_whole else copies
+
+    def _copies_on(self, device: torch.device) -> RowCopies:
+        if device not in self._copies:
+            self._copies[device] = RowCopies(self._moves, self._share, device)
+        return self._copies[device]
 
 
 class ContextItems:

@@ -166,4 +166,3 @@ def compiled(run: Callable[..., Tensor], backend: str | Callable[..., object] = 
 @cache
 def _of_constants(scale: float | None, softcap: float | None, block: int) -> Callable[..., Tensor]:
     return compiled(attend_by(scale, softcap, block))
-

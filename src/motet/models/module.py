@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from itertools import chain
 
@@ -16,10 +16,12 @@ from motet.core.errors import ArgumentError, UserError
 from motet.core.item_segments import ItemSegments
 from motet.core.spec import Module
 from motet.dropout import AFTER, BEFORE, BETWEEN, ENTER, PROJECTOR, arranged
+from motet.models.asked import asked_by
 from motet.models.block import Block, is_changed, outside_blocks, wrap_blocks
 from motet.models.callbacks import callback_dtype, callback_name, check_callback, check_num_rows
 from motet.models.context_items import SharedItemRows
 from motet.models.cross_projector import CrossProjector
+from motet.models.extents import extents_of
 from motet.models.layers import (
     LayerModules,
     any_trainable,
@@ -277,6 +279,39 @@ class ModalityModule(ModuleSizes, nn.Module):
             return hidden
         with arranged(PROJECTOR, lambda: self._projected_rows(sizes)):
             return self.projector.through(hidden, self._projected(seen_sizes.numpy()))
+
+    def make_ahead(
+        self,
+        values: Tensor,
+        sizes: Tensor,
+        shared: SharedItemRows | None,
+        blocks: Collection[int],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Make what attention of some blocks asks of the host for items, before a pass through them asks for it.
+
+        values, sizes, shared: on the host, as of `forward`. device, dtype: on which and in which the blocks compute.
+        Not a collective. Of encoders without `who_sees` nothing is made.
+        """
+        if shared is None and not len(sizes):
+            return
+        end = self.num_encoder_blocks
+        if shared is None:
+            seen = self._seen_sizes(sizes).numpy()
+            for_encoder, for_projector = (lambda: (seen, None)), (lambda: (self._projected(seen), None))
+        else:
+            path = SharedPath(self, values, sizes, shared)
+            for_encoder, for_projector = path.seen_by_encoder, path.seen_by_projector
+        for module, given, layers in (
+            (self.encoder, for_encoder, [block for block in blocks if block < end]),
+            (self.projector, for_projector, [block for block in blocks if block >= end]),
+        ):
+            if not layers or not hasattr(module, "who_sees"):
+                continue
+            for extents in extents_of(module, *given()):
+                for asked in set(asked_by((self._blocks[layer] for layer in layers), device, dtype)):
+                    extents.make_ahead(asked)
 
     def goes_on(self, stop: int) -> bool:
         """Whether what stands between the encoder's last block and a projector's belongs to a pass up to `stop`."""
