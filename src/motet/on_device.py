@@ -42,4 +42,5 @@ class Staged:
     @cached_property
     def there(self) -> tuple[Tensor, ...]:
         """The values on the device."""
-        return tuple(on_device(each, self._device) for each in self._values)
+        values, self._values = self._values, []  # Pinned memory is not kept beside them.
+        return tuple(on_device(each, self._device) for each in values)

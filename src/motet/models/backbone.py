@@ -141,6 +141,7 @@ class Backbone(nn.Module):
         )
         self.turns = tuple(turns)
         self.row_parts: RowParts | None = None  # On tensor-parallel ranks (`divided.py`).
+        self._asked_before: dict[tuple[int, torch.device, torch.dtype], tuple[bool, Asked]] = {}
         self.merge = merge
         self.encoders: tuple[str, ...] = ()  # Of the model: their rows are merged.
         self._kept_of_merge: tuple[Any, tuple[str, ...], int | None] = None, (), None
@@ -497,14 +498,20 @@ class Backbone(nn.Module):
         if context_of(sequences) is None and not int(sequences.offsets[-1]):
             return
         segments = self._who_sees(sequences)
-        for asked in {self._asked(block, device, dtype) for block in blocks if block not in self._text.crossing}:
-            segments.make_ahead(asked)
-        for asked in {self._asked(block, device, dtype) for block in blocks if block in self._text.crossing}:
-            for name, num_rows in self.keys.items():
+        for is_crossing, asked in {self._asked(block, device, dtype) for block in blocks}:
+            if not is_crossing:
+                segments.make_ahead(asked)
+            for name, num_rows in self.keys.items() if is_crossing else ():
                 self._keys_seen(name, num_rows, sequences).make_ahead(asked)
 
-    def _asked(self, number: int, device: torch.device, dtype: torch.dtype) -> Asked:
-        """What the attention of a block asks."""
+    def _asked(self, number: int, device: torch.device, dtype: torch.dtype) -> tuple[bool, Asked]:
+        """Whether a block attends to keys of items, and what its attention asks. It is read off the block once."""
+        key = number, device, dtype
+        if key not in self._asked_before:
+            self._asked_before[key] = number in self._text.crossing, self._asked_by(number, device, dtype)
+        return self._asked_before[key]
+
+    def _asked_by(self, number: int, device: torch.device, dtype: torch.dtype) -> Asked:
         block, size = self._blocks[number], 1 if self.tensor_ranks is None else self.tensor_ranks.size
         shape, attention = shape_of(self, block), attention_of(block)
         heads = shape.num_heads // size, (shape.num_kv_heads or shape.num_heads) // size
