@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,3 +21,26 @@ def on_device(values: npt.NDArray[Any] | Tensor, device: torch.device | str) -> 
     if tensor.device.type != "cpu" or torch.device(device).type in ("cpu", "meta"):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Staged:
+    """Values of the host that go to a device when they are asked for there. They may be made in another thread, which
+    pins them; the thread that asks copies them, on the stream on which it computes.
+
+    Example:
+        >>> [places] = Staged([np.array([2, 0])], torch.device("cpu")).there
+        >>> places.tolist()
+        [2, 0]
+    """
+
+    def __init__(self, values: Sequence[npt.NDArray[Any] | Tensor], device: torch.device) -> None:
+        """values: on the host."""
+        self._device = device
+        tensors = [torch.from_numpy(each) if isinstance(each, np.ndarray) else each for each in values]
+        self._values = tensors if device.type in ("cpu", "meta") else [each.pin_memory() for each in tensors]
+
+    @cached_property
+    def there(self) -> tuple[Tensor, ...]:
+        """The values on the device."""
+        values, self._values = self._values, []  # Pinned memory is not kept beside them.
+        return tuple(on_device(each, self._device) for each in values)

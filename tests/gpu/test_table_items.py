@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from motet.core.attention_table import AttentionTable
+from motet.models.asked import Asked
 from motet.models.flex import has_flex
+from motet.models.scores import Scoring
 from motet.models.table_items import TableItems
 from unit.models.test_table_items import IMAGES, TABLES, dense, draw
 
@@ -27,7 +29,7 @@ def test_equals_the_dense_mask_with_gradients(name, dtype, tolerance, softcap, w
     sinks = torch.linspace(-1, 2, 4, device="cuda").requires_grad_() if with_sinks else None
     inputs = tensors if sinks is None else [*tensors, sinks]
     exact = wide(inputs)
-    assert has_flex(tensors[0], 0.0)
+    assert has_flex(Asked.by(*tensors[:2], Scoring(0.1, 0.0, None)))
     out = TableItems(table).attend(*tensors, 0.1, 0.0, None, softcap=softcap, sinks=sinks)
     expected = dense(*exact[:3], table, 0.1, None, softcap, exact[3] if with_sinks else None)
     torch.testing.assert_close(out.double().cpu(), expected, rtol=tolerance, atol=tolerance)

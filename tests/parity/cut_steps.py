@@ -93,12 +93,14 @@ def errors_of_cut(cut: Cut, cuts_something: bool = False) -> dict[str, float]:
         for degrees, phase in ((cut.degrees, "backbone"), (cut.items, phase_of(cut.tower))):
             if degrees:
                 assert set(degrees) - {1} <= set(decisions[0].cuts_of(phase).degrees.values()), cut
-    batches = [assembled(decision, lengths, of, mesh).to(mesh.device) for decision, lengths, of in steps]
+    step = TrainStep(model, mesh, once_a_step=case.fsdp.once_a_step)
+    loaded = (assembled(decision, lengths, of, mesh) for decision, lengths, of in steps)
+    batches = [step.prepared(batch, torch.float64).to(mesh.device) for batch in loaded]
     if keys is not None:
         parts = np.array_split(np.arange(len(examples)), case.num_microbatches)
         batches = [batch.with_draws(keys[part]) for batch, part in zip(batches, parts, strict=True)]
     with counted_exchanges() as exchanges, counted_collectives() as collectives:
-        result = TrainStep(model, mesh, once_a_step=case.fsdp.once_a_step).run(batches)
+        result = step.run(batches)
     collectives["exchange"] += sum(size_bytes for _, size_bytes in exchanges)
     sent_bytes = on_all_ranks(collectives)
     assert result.sent_bytes == pytest.approx(sent_bytes, abs=0.5), (result.sent_bytes, sent_bytes)

@@ -88,6 +88,7 @@ class DataParallelRun:
             batch = assembled(chosen, part.lengths.keep(kept), part.decision.keep(kept, part.lengths), mesh)
             if case.dropout or case.made:
                 batch = batch.with_draws(example_keys(case.seed, number, part.examples[kept]))
+            batch = self.step.prepared(batch, self._recipe.fsdp.types.compute or torch.float64)
             batches.append(batch.to(mesh.device, dtype=torch.float64))
         return batches
 

@@ -445,7 +445,7 @@ class StagesRun:
 
     def batches(self, number: int, whole: MLLM) -> list[RankBatch]:
         """The microbatches of a step. whole: the model as one process has it."""
-        return batches_of(self._case, self.step.place, whole, number, self._decide)
+        return batches_of(self._case, self.step.place, whole, number, self._decide, self.step)
 
 
 def run_of(case: PlannedCase, stored: torch.dtype, types: ComputeTypes) -> StagesRun | DataParallelRun:
@@ -497,9 +497,17 @@ def _whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def batches_of(
-    case: PlannedCase, place: Place, model: MLLM, step: int, decide: StepDecider | None = None
+    case: PlannedCase,
+    place: Place,
+    model: MLLM,
+    step: int,
+    decide: StepDecider | None = None,
+    preparing: PlannedStep | None = None,
 ) -> list[RankBatch]:
-    """The microbatches of a step, as far as this rank needs them. decide: that of the place, by default a new one."""
+    """The microbatches of a step, as far as this rank needs them. decide: that of the place, by default a new one.
+
+    preparing: makes what attention will ask for, as the trainer does where it loads; None: nobody does.
+    """
     examples, phases = case.examples(step), tuple(model.measured)
     lengths = LoadedTables.read([tables_of(examples, phases, model.measured)], phases).lengths
     context = ContextConfig(exchange=case.exchange, head_groups=case.head_groups)
@@ -525,6 +533,8 @@ def batches_of(
         batch = assemble_stages(decision, lengths, place.replicas, sequences, taken, sizes, needs.context, every)
         if case.dropout or case.made:
             batch = batch.with_draws(example_keys(case.seed, step, part.examples[kept]), place.replicas)
+        if preparing is not None:
+            batch = preparing.prepared(batch, preparing.like.dtype)
         batches.append(batch.to(rank_device(), dtype=torch.float64))
     return batches
 

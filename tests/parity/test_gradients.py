@@ -250,12 +250,13 @@ def run_case(
     else:
         orchestrator = orchestrator_of(model, mesh.num_ranks, case)
         batches = [rank_batch(model, part, mesh, case, orchestrator) for part in parts]
-    batches = [batch.to(device, dtype=dtype) for batch in batches]
+    step = TrainStep(model, mesh, once_a_step=case.fsdp.once_a_step)
+    batches = [step.prepared(batch, case.fsdp.types.compute or dtype).to(device, dtype=dtype) for batch in batches]
     if case.recomputes:
         rng = np.random.default_rng((case.seed, mesh.rank))
         batches = [replace(batch, recompute=recomputed_at_random(rng)) for batch in batches]
     with counted_exchanges() as sent, counted_collectives() as collectives:
-        result = TrainStep(model, mesh, once_a_step=case.fsdp.once_a_step).run(batches)
+        result = step.run(batches)
     check_bytes(case, batches, sent, result.moved_bytes)
     expected = {**on_all_ranks(collectives), "exchange": result.moved_bytes}
     if case.communicator != "all_gather":  # Those of features would be counted as parameters.

@@ -114,7 +114,7 @@ def test_attention_of_an_item_does_not_depend_on_the_items_beside_it(lengths, ca
 def test_attention_drops_weights_as_the_rate_says():
     """With values of one, an output is the sum of the weights that are left, scaled: one on average."""
     query, value = torch.randn(1, 4, 400, 8), torch.ones(1, 4, 400, 8)
-    clips = PaddedClips(np.array([400]), torch.device("cpu"))
+    clips = PaddedClips(np.array([400]))
     with drawing("audio", {"audio": KEYS[:1]}):
         out = clips.attend(query, query * 0, value, None, RATE, None)
     assert out.mean().item() == pytest.approx(1, abs=0.01)
@@ -123,7 +123,7 @@ def test_attention_drops_weights_as_the_rate_says():
 
 def test_padded_clips_drop_out_without_keys_too():
     query = torch.randn(1, 2, 20, 4)
-    clips = PaddedClips(np.array([20]), torch.device("cpu"))
+    clips = PaddedClips(np.array([20]))
     assert not torch.equal(*(clips.attend(query, query, query, None, RATE, None) for _ in range(2)))
 
 

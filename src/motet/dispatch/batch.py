@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from motet.absent import take_part
+from motet.ahead import MadeAhead
 from motet.assign.orchestrator import Decision
 from motet.core.arrays import BoolArray, Int64Array, rows_of_runs
 from motet.core.example import Media, TokenSequence
@@ -313,6 +314,7 @@ class RankBatch:
     ends_step: whether it is the last microbatch of its step, behind which the optimizer steps.
     item_rows: per phase, the rows of the backbone's sequences that each item here gives them, or is given of them,
                int64 [num_items].
+    ahead:     what modules have made of its lengths and places (`motet/ahead.py`), also of copies on a device.
     draws:     module -> the key of each of its sequences or items here, int64, by which dropout is drawn
                (`motet/dropout.py`); None: torch's generators draw it.
 
@@ -341,6 +343,7 @@ class RankBatch:
     draws: Mapping[str, Int64Array] | None = None
     shared: Mapping[str, SharedItems] = field(default_factory=dict)
     item_rows: Mapping[str, Int64Array] = field(default_factory=dict)
+    ahead: MadeAhead = field(default_factory=MadeAhead)
 
     def inputs(self, phase: str) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, SharedItems]:
         """What the encoder of a phase is called with."""
@@ -370,17 +373,20 @@ class RankBatch:
         of_cuts:  those that share sequences where some are cut, if these are others.
         """
         context, sequences = self.sequences.context, self.sequences
-        if context is not None:
-            is_cut = of_cuts is not None and self.decision.cuts is not None
-            group = of_cuts if is_cut else group_of(BACKBONE)
-            sequences = replace(sequences, context=replace(context, group=group))
-        shared = {
-            phase: replace(
-                items, group=group_of(phase) if phase in self.decision.sharing else of_cuts or group_of(phase)
-            )
-            for phase, items in self.shared.items()
+        groups = {
+            phase: group_of(phase) if phase in self.decision.sharing else of_cuts or group_of(phase)
+            for phase in self.shared
         }
-        return replace(self, sequences=sequences, shared=shared)
+        is_cut = of_cuts is not None and self.decision.cuts is not None
+        of_sequences = None if context is None else of_cuts if is_cut else group_of(BACKBONE)
+        if (context is None or context.group is of_sequences) and all(
+            items.group is groups[phase] for phase, items in self.shared.items()
+        ):
+            return self
+        if context is not None:
+            sequences = replace(sequences, context=replace(context, group=of_sequences))
+        shared = {phase: replace(items, group=groups[phase]) for phase, items in self.shared.items()}
+        return replace(self, sequences=sequences, shared=shared, ahead=MadeAhead())  # What was made has other groups.
 
     @property
     def shared_bytes(self) -> float:

@@ -19,9 +19,10 @@ from transformers import AttentionInterface
 from motet.core.arrays import Int64Array
 from motet.core.attention_table import AttentionTable
 from motet.dropout import next_rows, of_heads
+from motet.models.asked import Asked
 from motet.models.kernel_calls import KernelCalls, plan_calls
-from motet.models.scores import attended
-from motet.on_device import on_device
+from motet.models.scores import Scoring, attended
+from motet.on_device import Staged
 
 if TYPE_CHECKING:
     from motet.models.table_items import TableItems
@@ -44,7 +45,8 @@ class Extents(Protocol):
     """Who sees whom, in place of a mask.
 
     causal: what the layers that attend so say of themselves.
-    `with_scores` is optional: it gives what computes the same with a soft cap or sinks, `TableItems`.
+    `with_scores` is optional: it gives what computes the same with a soft cap or sinks, `TableItems`. So is
+    `make_ahead(asked)`, which makes what `attend` needs of the host for a layer, in whatever thread.
     """
 
     causal: bool
@@ -70,7 +72,7 @@ class PackedItems:
         self.offsets = np.asarray(offsets, dtype=np.int64)
         self.causal = causal
         self._calls: dict[torch.device, KernelCalls] = {}
-        self._device_offsets: dict[torch.device, Tensor] = {}
+        self._device_offsets: dict[torch.device, Staged] = {}
 
     @classmethod
     def from_lengths(cls, lengths: Int64Array, causal: bool = False) -> PackedItems:
@@ -97,6 +99,25 @@ class PackedItems:
         """What computes the same with a soft cap or sinks."""
         return self._table
 
+    def make_ahead(self, asked: Asked) -> None:
+        """As of `Extents`."""
+        if asked.is_scored:
+            self._table.make_ahead(asked)
+        elif _has_varlen_kernel(asked):
+            self._offsets_on(asked.device)
+        else:
+            self._calls_on(asked.device)
+
+    def _offsets_on(self, device: torch.device) -> Staged:
+        if device not in self._device_offsets:
+            self._device_offsets[device] = Staged([self.offsets.astype(np.int32)], device)
+        return self._device_offsets[device]
+
+    def _calls_on(self, device: torch.device) -> KernelCalls:
+        if device not in self._calls:
+            self._calls[device] = plan_calls(self.offsets, device)
+        return self._calls[device]
+
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, window: int | None
     ) -> Tensor:
@@ -110,14 +131,12 @@ class PackedItems:
             raise ValueError("attention in both directions has no sliding window here")
         if window is not None and window >= self.longest:
             window = None
-        if _has_varlen_kernel(query, dropout):
+        if _has_varlen_kernel(Asked.by(query, key, Scoring(scale, dropout, window))):
             return self._attend_varlen(query, key, value, scale, window)
         heads_per_kv = query.shape[1] // key.shape[1]
         if heads_per_kv > 1:
             key, value = (x.repeat_interleave(heads_per_kv, dim=1) for x in (key, value))
-        if query.device not in self._calls:
-            self._calls[query.device] = plan_calls(self.offsets, query.device)
-        plan = self._calls[query.device]
+        plan = self._calls_on(query.device)
         drawn = _drawn(dropout, (query.shape[2],), query.device)
         if plan.gather is not None:
             query, key, value = (x.index_select(2, plan.gather) for x in (query, key, value))
@@ -161,9 +180,7 @@ class PackedItems:
     ) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        if query.device not in self._device_offsets:
-            self._device_offsets[query.device] = on_device(self.offsets.astype(np.int32), query.device)
-        offsets = self._device_offsets[query.device]
+        [offsets] = self._offsets_on(query.device).there
         out = varlen_attn(
             *(x[0].transpose(0, 1).contiguous() for x in (query, key, value)),
             offsets,
@@ -205,11 +222,22 @@ class QueriedItems:
             self._calls.append((len(items), rows.shape[1]))
             keys.append(rows.ravel())
         self._keys = np.concatenate(keys)
-        self._indices: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+        self._indices: dict[torch.device, Staged] = {}
 
     def spread(self, queries: Tensor) -> Tensor:
         """The queries that all items have, [num_queries, dim] -> those of each, [num_items * num_queries, dim]."""
         return queries.repeat(len(self.counts), 1)
+
+    def make_ahead(self, asked: Asked) -> None:
+        """As of `Extents`."""
+        self._indices_on(asked.device)
+        self.among.make_ahead(asked)
+
+    def _indices_on(self, device: torch.device) -> Staged:
+        """The order of the items by number of keys, these keys, and the order back."""
+        if device not in self._indices:
+            self._indices[device] = Staged([self._order, self._keys, np.argsort(self._order)], device)
+        return self._indices[device]
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, window: int | None
@@ -220,10 +248,7 @@ class QueriedItems:
         num_keys = int(self.counts.sum()) + self.sees_queries * self.num_queries * len(self.counts)
         if window is not None or query.shape[2] != self.num_queries * len(self.counts) or key.shape[2] != num_keys:
             raise ValueError(f"{query.shape[2]} queries and {key.shape[2]} keys do not fit the items of this attention")
-        if query.device not in self._indices:
-            order, keys = torch.from_numpy(self._order), torch.from_numpy(self._keys)
-            self._indices[query.device] = tuple(on_device(x, query.device) for x in (order, keys, order.argsort()))
-        order, keys, restore = self._indices[query.device]
+        order, keys, restore = self._indices_on(query.device).there
         drawn = _drawn(dropout, (len(self.counts), self.num_queries), query.device)
         rows = [None] * len(self._calls)
         if drawn is not None:
@@ -254,16 +279,26 @@ class PaddedClips:
     its rows; full attention.
 
     It serves encoders that cannot be packed because they convolve before they attend.
-    lengths: int64 [num_items], on the host.
+    lengths: int64 [num_items], on the host. The common length is that of the longest.
     """
 
     causal = False
 
-    def __init__(self, lengths: Int64Array, device: torch.device) -> None:
-        lengths = np.asarray(lengths)
-        self.shape = len(lengths), int(lengths.max())
-        real = np.arange(self.shape[1]) < lengths[:, None]
-        self.keys = None if real.all() else on_device(real[:, None, None, :], device)
+    def __init__(self, lengths: Int64Array) -> None:
+        self.lengths = np.asarray(lengths)
+        self.shape = len(self.lengths), int(self.lengths.max(initial=0))
+        self._keys: dict[torch.device, Staged | None] = {}
+
+    def make_ahead(self, asked: Asked) -> None:
+        """As of `Extents`."""
+        self._keys_on(asked.device)
+
+    def _keys_on(self, device: torch.device) -> Staged | None:
+        """Which rows of each clip are its own, bool [num_items, 1, 1, longest]; None: all are."""
+        if device not in self._keys:
+            real = np.arange(self.shape[1]) < self.lengths[:, None]
+            self._keys[device] = None if real.all() else Staged([real[:, None, None, :]], device)
+        return self._keys[device]
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, window: int | None
@@ -278,7 +313,9 @@ class PaddedClips:
         if heads_per_kv > 1:
             key, value = (x.repeat_interleave(heads_per_kv, dim=1) for x in (key, value))
         drawn = _drawn(dropout, self.shape, query.device)
-        out = _attended(query, key, value, self.keys, False, scale, dropout, drawn)
+        real = self._keys_on(query.device)
+        keys = None if real is None else real.there[0]
+        out = _attended(query, key, value, keys, False, scale, dropout, drawn)
         return out.transpose(1, 2).flatten(0, 1)[None]
 
 
@@ -352,9 +389,10 @@ def _attended(
     return attended(query, key, value, keys, scale, dropout=dropout, draws=draws)
 
 
-def _has_varlen_kernel(query: Tensor, dropout: float) -> bool:
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.is_cuda and half and dropout == 0 and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+def _has_varlen_kernel(asked: Asked) -> bool:
+    half = asked.dtype in (torch.float16, torch.bfloat16)
+    is_known = half and asked.head_dim % 8 == 0 and asked.head_dim <= 256
+    return asked.device.type == "cuda" and asked.dropout == 0 and is_known
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:

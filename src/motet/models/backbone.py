@@ -10,12 +10,11 @@ mask: every other combination silently attends across documents. Positions resta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from motet.absent import take_part
+from motet.ahead import found
 from motet.core.arrays import Int64Array
 from motet.core.attention_table import AttentionTable
 from motet.core.errors import UserError
@@ -33,11 +33,12 @@ from motet.core.sight import Sight
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE
 from motet.dropout import ENTER, ItemRows, arranged, some_rows
+from motet.models.asked import Asked, attention_of, dropout_of, has_scores
 from motet.models.attention import ATTENTION, PackedItems
-from motet.models.backbone_layers import backbone_layers
+from motet.models.backbone_layers import backbone_layers, shape_of
 from motet.models.block import Block, outside_blocks, wrap_blocks
 from motet.models.callbacks import callback_name, check_callback
-from motet.models.context_items import ContextItems, SharedMerge, SharedRows, context_of, keys_here, placed, spare_row
+from motet.models.context_items import ContextItems, KeysHere, SharedMerge, SharedRows, context_of, placed, spare_row
 from motet.models.contract import Sequences, on_host
 from motet.models.exact import keep_float64
 from motet.models.experts import ROUTER_LOSS, use_routed_experts
@@ -55,6 +56,8 @@ from motet.models.router_loss import RouterLoss
 from motet.models.table_items import TableItems
 from motet.on_device import on_device
 from motet.tensor_parallel import RowParts, TensorRanks, copied, likeliest_entry, vocabulary_cross_entropy
+
+_T = TypeVar("_T")
 
 _QUERY_STD = 0.02
 """Of query tokens before they are trained, as of embeddings in transformers."""
@@ -139,7 +142,7 @@ class Backbone(nn.Module):
         )
         self.turns = tuple(turns)
         self.row_parts: RowParts | None = None  # On tensor-parallel ranks (`divided.py`).
-        self._shared: WeakKeyDictionary[SharedRows, ContextItems] = WeakKeyDictionary()
+        self._asked_before: dict[tuple[int, torch.device, torch.dtype], tuple[bool, Asked]] = {}
         self.merge = merge
         self.encoders: tuple[str, ...] = ()  # Of the model: their rows are merged.
         self._kept_of_merge: tuple[Any, tuple[str, ...], int | None] = None, (), None
@@ -450,23 +453,12 @@ class Backbone(nn.Module):
             for block in self._blocks[first:stop]:
                 hidden = block(hidden)
             return hidden
-        offsets = sequences.offsets.numpy().astype(np.int64)
-        lengths = np.diff(offsets)
-        segments: PackedItems | TableItems | ContextItems
+        lengths = np.diff(sequences.offsets.numpy().astype(np.int64))
+        segments = self._who_sees(sequences)
         if context is None:
-            together, of_rows = rows_together(sequences, self.bidirectional, self.prefix), np.repeat(lengths, lengths)
-            segments = (
-                TableItems(AttentionTable.packed(lengths, together=together, prefix=self.prefix))
-                if len(together)
-                else PackedItems(offsets, causal=True)
-            )
+            of_rows = np.repeat(lengths, lengths)
             positions = self._positions(sequences, self._counted(sequences).numpy())
         else:
-            if (segments := self._shared.get(context)) is None:
-                together = rows_together(context.whole, self.bidirectional, self.prefix)
-                segments = self._shared[context] = ContextItems(
-                    context, together, prefix=self.prefix, head_groups=context.head_groups
-                )
             own, hidden = spare_row(context.own, hidden)
             positions = self._positions(context.whole, context.rows.positions)[..., own]
             of_rows = np.repeat(lengths, lengths)[own]
@@ -487,23 +479,83 @@ class Backbone(nn.Module):
             passed = self._through(hidden, position_ids=position_ids, segments=segments, **routed)
         return passed if context is None else passed[: len(context.own)]
 
+    def _who_sees(self, sequences: Sequences) -> PackedItems | TableItems | ContextItems:
+        """The extents of the documents: made once for all passes of a microbatch."""
+
+        def made() -> PackedItems | TableItems | ContextItems:
+            context = context_of(sequences)
+            together = rows_together(sequences if context is None else context.whole, self.bidirectional, self.prefix)
+            if context is not None:
+                return ContextItems(context, together, prefix=self.prefix, head_groups=context.head_groups)
+            offsets = sequences.offsets.numpy().astype(np.int64)
+            if not len(together):
+                return PackedItems(offsets, causal=True)
+            return TableItems(AttentionTable.packed(np.diff(offsets), together=together, prefix=self.prefix))
+
+        return _found("documents", sequences, made)
+
+    def make_ahead(
+        self, sequences: Sequences, blocks: Collection[int], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Make what attention of some blocks asks of the host for sequences, before a pass through them asks for it.
+
+        sequences: on the host. device, dtype: on which and in which the blocks compute. Not a collective.
+        """
+        if context_of(sequences) is None and not int(sequences.offsets[-1]):
+            return
+        segments = self._who_sees(sequences)
+        for is_crossing, asked in {self._asked(block, device, dtype) for block in blocks}:
+            if not is_crossing:
+                segments.make_ahead(asked)
+            for name, num_rows in self.keys.items() if is_crossing else ():
+                self._keys_seen(name, num_rows, sequences).make_ahead(asked)
+
+    def _asked(self, number: int, device: torch.device, dtype: torch.dtype) -> tuple[bool, Asked]:
+        """Whether a block attends to keys of items, and what its attention asks. It is read off the block once."""
+        key = number, device, dtype
+        if key not in self._asked_before:
+            self._asked_before[key] = number in self._text.crossing, self._asked_by(number, device, dtype)
+        return self._asked_before[key]
+
+    def _asked_by(self, number: int, device: torch.device, dtype: torch.dtype) -> Asked:
+        block, size = self._blocks[number], 1 if self.tensor_ranks is None else self.tensor_ranks.size
+        shape, attention = shape_of(self, block), attention_of(block)
+        heads = shape.num_heads // size, (shape.num_kv_heads or shape.num_heads) // size
+        rate, is_scored = (0.0, False) if attention is None else (dropout_of(attention), has_scores(attention))
+        return Asked(device, dtype, *heads, shape.head_width, shape.window or None, rate, is_scored)
+
     def _crossing(self, hidden: Tensor, features: Mapping[str, Tensor], sequences: Sequences) -> dict[str, Any]:
         """What layers that attend to keys are given of them: the keys, [1, keys, dim], and which rows see which."""
         arguments: dict[str, Any] = {}
         context = context_of(sequences)
-        whole = sequences if context is None else context.whole
         for name, num_rows in self.keys.items():
             rows = features.get(name, hidden.new_zeros(0, self.row_width(name))).to(hidden.dtype)
             if context is not None and name in (context.trained or ()) and torch.is_grad_enabled():
                 rows.requires_grad_()  # Ranks meet in backward, too, also one that no row has come to.
-            places = places_of(name, rows, on_host(sequences)) if context is None else whole.feature_positions[name]
-            places = places.cpu().numpy()
-            num_seen = whole.key_rows[places].numpy() if len(places) else places  # None where there is no item.
-            items = KeyItems.packed(whole.offsets.numpy().astype(np.int64), places, num_seen, num_rows)
-            if context is not None:
-                rows, items = keys_here(rows, items, places, context)
+            if context is None:
+                places_of(name, rows, sequences)  # There are as many places.
+            items = self._keys_seen(name, num_rows, sequences)
+            if isinstance(items, KeysHere):
+                rows, items = items.of(rows), items.items
             arguments |= {"cross_attention_states": rows.reshape(1, -1, self.dim), "cross_attention_mask": items}
         return arguments
+
+    def _keys_seen(self, name: str, num_rows: int, sequences: Sequences) -> KeyItems | KeysHere:
+        """Which rows of an encoder's items the documents see: made once for all passes of a microbatch.
+
+        num_rows: of each item.
+        """
+
+        def made() -> KeyItems | KeysHere:
+            context = context_of(sequences)
+            whole = on_host(sequences) if context is None else context.whole
+            nowhere = torch.empty(0, dtype=torch.int64)
+            places = whole.feature_positions.get(name, nowhere).cpu().numpy()
+            num_seen = whole.key_rows[places].numpy() if len(places) else places  # None where there is no item.
+            items = KeyItems.packed(whole.offsets.numpy().astype(np.int64), places, num_seen, num_rows)
+            return items if context is None else KeysHere(items, places, context)
+
+        return _found(name, sequences, made)
 
     def _without_rows(self, sequences: Sequences) -> bool:
         """Whether this replica takes part in the experts of others alone: then no rank shares sequences with it."""
@@ -589,6 +641,12 @@ class Backbone(nn.Module):
             setattr(text.decoder, text.norm_name, norm)
             for block in self._blocks:
                 block.skipped = False
+
+
+def _found(what: str, sequences: Sequences, make: Callable[[], _T]) -> _T:
+    """What is made of sequences, once for all passes of a microbatch, which all have these offsets."""
+    offsets = sequences.offsets
+    return found((what, id(offsets)), lambda: (offsets, make()))[1]
 
 
 def _rows_to_merge(merging: SharedMerge) -> ItemRows:

@@ -55,7 +55,7 @@ def window_of(backbone: Backbone, attention: nn.Module) -> int | None:
 
 def _layers_of(backbone: Backbone, block: Block) -> list[LayerModules]:
     """The layers of a block. Rows of one that attends to keys count as if they saw all items of their sequence."""
-    shape, trainable = _shape(backbone, block), any_trainable(block)
+    shape, trainable = shape_of(backbone, block), any_trainable(block)
     if block.number not in backbone.text.crossing:
         layer = shape.layer(trainable=trainable)
         return [LayerModules(layer if shape.mlp else _with_own_mlp(layer, block.mlp), (block,))]
@@ -88,7 +88,7 @@ def _with_own_mlp(layer: Layer, mlp: nn.Module) -> Layer:
     )
 
 
-def _shape(backbone: Backbone, block: Block) -> Transformer:
+def shape_of(backbone: Backbone, block: Block) -> Transformer:
     """The sizes of a block; one whose MLP is a module of a user's own has `mlp` 0."""
     if isinstance(backbone.causal_lm, ShapedCausalLM):
         return backbone.causal_lm.shape

@@ -30,6 +30,7 @@ from motet.core.context_rows import ContextRows, RowMoves, moved_heads
 from motet.core.errors import UserError
 from motet.core.words import counted_words
 from motet.dropout import draws_by_item, heads_from
+from motet.models.asked import Asked
 from motet.models.attention import PackedItems
 from motet.models.contract import Sequences
 from motet.models.key_items import KeyItems
@@ -167,21 +168,40 @@ def placed(
     return {name: move(name, rows.to(like.dtype)) for name, rows in taken.items()}
 
 
-def keys_here(rows: Tensor, items: KeyItems, places: Int64Array, context: SharedRows) -> tuple[Tensor, KeyItems]:
-    """Copies of the items whose rows are keys of rows of this rank, and who sees which of them. A collective.
+class KeysHere:
+    """The items whose rows are keys of rows of this rank, of which other ranks have some. items: who sees which.
 
-    rows: those of the items whose places are on this rank. items: of whole documents. places: int64 [num_items].
+    every: of whole documents. places: int64 [num_items], where the items stand.
     """
-    # No other rank sees the items of documents that this rank has whole, nor knows of them.
-    num_whole = int(np.searchsorted(places, context.rows.lengths[: context.num_whole].sum()))
-    of_shared = ContextRows(
-        np.array([len(places) - num_whole]), context.rows.owner[places[num_whole:]], context.rows.num_ranks
-    )
-    seen = [items.items_of(own) for own in context.rows.rows]
-    wanted = [each[each >= num_whole] - num_whole for each in seen]
-    copies = RowCopies(of_shared.moves(context.rank, wanted), context, rows.device).of(rows[num_whole:])
-    here = torch.cat([rows[:num_whole], copies]) if num_whole else copies
-    return here, items.of(context.own, seen[context.rank])
+
+    def __init__(self, every: KeyItems, places: Int64Array, context: SharedRows) -> None:
+        # No other rank sees the items of documents that this rank has whole, nor knows of them.
+        self._num_whole = int(np.searchsorted(places, context.rows.lengths[: context.num_whole].sum()))
+        of_shared = ContextRows(
+            np.array([len(places) - self._num_whole]),
+            context.rows.owner[places[self._num_whole :]],
+            context.rows.num_ranks,
+        )
+        seen = [every.items_of(own) for own in context.rows.rows]
+        wanted = [each[each >= self._num_whole] - self._num_whole for each in seen]
+        self.items = every.of(context.own, seen[context.rank])
+        self._moves, self._share = of_shared.moves(context.rank, wanted), context
+        self._copies: dict[torch.device, RowCopies] = {}
+
+    def make_ahead(self, asked: Asked) -> None:
+        """As of `attention.Extents`. No collective."""
+        self._copies_on(asked.device)
+        self.items.make_ahead(asked)
+
+    def of(self, rows: Tensor) -> Tensor:
+        """rows of the items whose places are on this rank -> those of `items`. A collective."""
+        copies = self._copies_on(rows.device).of(rows[self._num_whole :])
+        return torch.cat([rows[: self._num_whole], copies]) if self._num_whole else copies
+
+    def _copies_on(self, device: torch.device) -> RowCopies:
+        if device not in self._copies:
+            self._copies[device] = RowCopies(self._moves, self._share, device)
+        return self._copies[device]
 
 
 class ContextItems:
@@ -239,6 +259,23 @@ class ContextItems:
         """What computes soft caps and sinks: this does."""
         return self
 
+    def make_ahead(self, asked: Asked) -> None:
+        """As of `Extents`. No collective."""
+        if self._num_whole and asked.dropout:  # It is drawn by item in training, for all rows at once.
+            self._keys_for(asked.window, False, asked.device)
+            self._joined_for(asked.window).make_ahead(asked._replace(window=None))
+            return
+        if self._num_whole:
+            of_whole = self._whole.with_scores() if asked.is_scored else self._whole
+            of_whole.make_ahead(asked)
+        window = self._reached(asked.window)
+        method = self.method_for(asked.heads, asked.kv_heads, window)
+        if method == ULYSSES:
+            self._heads_on(asked.device)[0].make_ahead(asked._replace(window=window))
+        else:
+            items, _ = self._keys_for(window, method == ALL_GATHER, asked.device)
+            items.make_ahead(asked._replace(window=None))
+
     def attend(
         self,
         query: Tensor,
@@ -287,22 +324,29 @@ class ContextItems:
             self._by_group(key[:, :, rows], value[:, :, rows]) for rows in (slice(num_whole), slice(num_whole, None))
         )
         seen = (torch.cat(both) for both in zip(whole, copies.one_ahead(shared), strict=True))
+        return self._attend_by_group(self._joined_for(window), query, seen, how._replace(window=None))
+
+    def _joined_for(self, window: int | None) -> TableItems:
+        """Rows of whole documents and of others against the keys that any of them see."""
         if window not in self._joined:
-            every = self._share.rows
+            every, num_whole = self._share.rows, self._num_whole
             wanted = self._wanted(window, everything=False)[self._rank]
             table = self._given or AttentionTable.packed(every.lengths, self.causal, self._together, self._prefix)
             seen_here = table.windowed(window).of(
                 every.rows[self._rank], np.append(np.arange(num_whole), num_whole + wanted)
             )
             self._joined[window] = TableItems(seen_here, self.causal)
-        return self._attend_by_group(self._joined[window], query, seen, how._replace(window=None))
+        return self._joined[window]
+
+    def _reached(self, window: int | None) -> int | None:
+        """The window; None where it hides nothing."""
+        return None if window is not None and window >= self._rows.lengths.max(initial=0) else window
 
     def _meet(self, query: Tensor, key: Tensor, value: Tensor, how: Scoring) -> Tensor:
         """As `attend`, of shared documents. A rank without rows of them gets some tensor, with the graph of what it has
         taken part in.
         """
-        if how.window is not None and how.window >= self._rows.lengths.max(initial=0):
-            how = how._replace(window=None)
+        how = how._replace(window=self._reached(how.window))
         method = self.method_for(query.shape[1], key.shape[1], how.window)
         if method == ULYSSES:
             return self._attend_by_heads(query, key, value, how)

@@ -27,6 +27,10 @@ Any `torch.nn.Module` with the members of `Encoder` can be an encoder. Further m
                      item: its rows meet in attention alone, or where the encoder gets those of others
                      (`row_copies.rows_wanted`). In front of queries `layers()` says what length of an item makes a row
                      (`Layer.divisor`). Default: items are computed whole.
+    who_sees(sizes, shared): the extents of its layers (`attention.Extents`), a tuple, of sizes int64 [num_items,
+                     size_dim] and of `shared` as `forward` takes it, or None. With it the thread that loads makes what
+                     attention asks of the host; `extents.extents_of` is what `through` gets them by. Default: they are
+                     made in passes.
     num_hidden(sizes): int64 [num_items], rows of each item in blocks, without class rows, where ranks share items.
                      Default: as `lengths`.
     halves:          two functions (layer, hidden, ...) of a block's layer and of what the block is called with: its

@@ -27,6 +27,7 @@ from motet.core.words import counted_words
 from motet.models.attention import ATTENTION, QueriedItems
 from motet.models.config_file import hf_options, one_line, quiet_transformers
 from motet.models.contract import item_rows
+from motet.models.extents import extents_of
 from motet.models.families.bounds import check_bounds
 from motet.models.layers import LayerModules, any_trainable
 from motet.models.shared_queries import SharedQueries, SharedReading
@@ -91,10 +92,15 @@ class CrossProjector(nn.Module):
 
         shared: which rows, and which queries, are here where ranks share items; all of them call it then.
         """
+        [items] = extents_of(self, extents, shared)
+        return self.layers(rows, items).flatten(0, -2)
+
+    def who_sees(self, extents: Int64Array, shared: SharedReading | None) -> tuple[QueriedItems | SharedQueries, ...]:
+        """Queries of an item see its rows. As of `contract`, but of arrangements. shared: as of `through`."""
         sees_queries = self.kind == "resampler"
         if shared is None:
-            return self.layers(rows, QueriedItems(item_rows(extents), self.queries, sees_queries)).flatten(0, -2)
-        return self.layers(rows, SharedQueries(shared, sees_queries)).flatten(0, -2)
+            return (QueriedItems(item_rows(extents), self.queries, sees_queries),)
+        return (SharedQueries(shared, sees_queries),)
 
     def leave(self, rows: Tensor) -> Tensor:
         """What stands behind the block: [num_items * queries, output_dim]."""

@@ -7,8 +7,9 @@ number compiles once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -19,7 +20,8 @@ from torch.nn.functional import pad
 
 from motet.core.attention_table import AttentionTable
 from motet.core.block_table import BlockTable
-from motet.on_device import on_device
+from motet.models.asked import Asked
+from motet.on_device import Staged
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MIN_HEAD_DIM = 16
@@ -29,11 +31,7 @@ _MIN_ROWS = 128
 
 
 class FlexTable:
-    """A table and its blocks on a device, as flex attention reads them.
-
-    start, end: int32 [num_intervals, num_rows]; some intervals may be empty in all rows.
-    blocks:     counts and indices of `BlockTable`, in the order of BlockMask's arguments, [1, 1, n] and [1, 1, n, m].
-    """
+    """A table and its blocks on a device, as flex attention reads them. They go there when they are first read."""
 
     def __init__(self, table: AttentionTable, device: torch.device) -> None:
         self.num_rows, self.missing_rows = table.num_rows, max(0, _MIN_ROWS - table.num_rows)
@@ -43,9 +41,30 @@ class FlexTable:
         missing = (1 << (len(table.start) - 1).bit_length()) - len(table.start)
         start, end = (np.pad(column, [(0, missing), (0, 0)]) for column in (table.start, table.end))
         columns = [start, end, *(column for each in lists for column in (each.counts, each.indices))]
-        self.start, self.end, *blocks = _moved(columns, device)
-        self.blocks = tuple(block[None, None] for block in blocks)
-        self.block = made.block
+        self.block, self._shapes = made.block, [column.shape for column in columns]
+        # Whole numbers as int32, in one copy.
+        flat = np.concatenate([column.ravel() for column in columns], dtype=np.int32, casting="unsafe")
+        self._flat = Staged([flat], device)
+
+    @cached_property
+    def _columns(self) -> list[Tensor]:
+        parts = self._flat.there[0].split([math.prod(shape) for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    @property
+    def start(self) -> Tensor:
+        """Where intervals begin, int32 [num_intervals, num_rows]; some may be empty in all rows."""
+        return self._columns[0]
+
+    @property
+    def end(self) -> Tensor:
+        """Where they end, as `start`."""
+        return self._columns[1]
+
+    @cached_property
+    def blocks(self) -> tuple[Tensor, ...]:
+        """Counts and indices of `BlockTable`, in the order of BlockMask's arguments, [1, 1, n] and [1, 1, n, m]."""
+        return tuple(block[None, None] for block in self._columns[2:])
 
     def attend(
         self,
@@ -76,9 +95,10 @@ def _with_blind_rows(table: AttentionTable, count: int) -> AttentionTable:
     return AttentionTable(*bounds, np.append(table.rows, rows), table.keys, np.append(table.document, rows))
 
 
-def has_flex(query: Tensor, dropout: float) -> bool:
+def has_flex(asked: Asked) -> bool:
     """Whether flex attention computes this on the device. It has no dropout by item."""
-    return query.is_cuda and not dropout and query.dtype in _DTYPES and query.shape[-1] >= _MIN_HEAD_DIM
+    is_known = asked.dtype in _DTYPES and asked.head_dim >= _MIN_HEAD_DIM
+    return asked.device.type == "cuda" and not asked.dropout and is_known
 
 
 def block_mask(
@@ -146,10 +166,3 @@ def compiled(run: Callable[..., Tensor], backend: str | Callable[..., object] = 
 @cache
 def _of_constants(scale: float | None, softcap: float | None, block: int) -> Callable[..., Tensor]:
     return compiled(attend_by(scale, softcap, block))
-
-
-def _moved(columns: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Whole numbers on a device as int32, in one copy that the host does not wait for."""
-    flat = np.concatenate([column.ravel() for column in columns], dtype=np.int32, casting="unsafe")
-    parts = on_device(flat, device).split([column.size for column in columns])
-    return [part.view(column.shape) for part, column in zip(parts, columns, strict=True)]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from motet.core.arrays import Int64Array
-from motet.on_device import on_device
+from motet.on_device import Staged
 
 _SHORT = 48
 """Segments shorter than this may share a call.
@@ -25,25 +25,41 @@ Measured on a CPU, in entries of a score matrix: a call costs _SHORT^2, and gath
 
 @dataclass(frozen=True, eq=False)
 class KernelCall:
-    """`count` segments of `longest` rows each; keys: bool [count, 1, 1, longest], False at padding rows."""
+    """`count` segments of `longest` rows each.
+
+    real: keys, bool [count, 1, 1, longest], False at padding rows; None: there are none.
+    """
 
     count: int
     longest: int
-    keys: Tensor | None = None
+    real: Staged | None = None
+
+    @property
+    def keys(self) -> Tensor | None:
+        """`real` on the device."""
+        return None if self.real is None else self.real.there[0]
 
 
 @dataclass(frozen=True, eq=False)
 class KernelCalls:
     """All calls for a pack; each takes the next count * longest of the gathered rows.
 
-    gather:  int64 [gathered rows], their positions in the pack.
-    restore: int64 [rows], positions of the pack's rows in the output of all calls.
-    Both are None if the calls take the rows of the pack in their order.
+    order: positions of gathered rows in the pack, int64 [gathered rows], and of the pack's rows in the output of all
+           calls, int64 [rows]; None if the calls take the rows of the pack in their order.
     """
 
     calls: list[KernelCall]
-    gather: Tensor | None = None
-    restore: Tensor | None = None
+    order: Staged | None = None
+
+    @property
+    def gather(self) -> Tensor | None:
+        """Positions of gathered rows in the pack, on the device."""
+        return None if self.order is None else self.order.there[0]
+
+    @property
+    def restore(self) -> Tensor | None:
+        """Positions of the pack's rows in the output of all calls, on the device."""
+        return None if self.order is None else self.order.there[1]
 
     @cached_property
     def pieces(self) -> list[int]:
@@ -63,14 +79,14 @@ def plan_calls(offsets: Int64Array, device: torch.device) -> KernelCalls:
     for group in groups:
         column = np.arange(lengths[group[0]])
         real = column < lengths[group, None]
-        keys = None if real.all() else on_device(real[:, None, None, :], device)
+        keys = None if real.all() else Staged([real[:, None, None, :]], device)
         calls.append(KernelCall(len(group), len(column), keys))
         gather.append((starts[group, None] + np.minimum(column, lengths[group, None] - 1)).ravel())
         is_real.append(real.ravel())
     rows, real_rows = np.concatenate(gather), np.flatnonzero(np.concatenate(is_real))
     restore = np.empty(offsets[-1], dtype=np.int64)
     restore[rows[real_rows]] = real_rows
-    return KernelCalls(calls, on_device(rows, device), on_device(restore, device))
+    return KernelCalls(calls, Staged([rows, restore], device))
 
 
 def _group_short(lengths: Int64Array) -> list[Int64Array]:

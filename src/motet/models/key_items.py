@@ -18,8 +18,9 @@ from torch import Tensor
 from motet.core.arrays import BoolArray, Int64Array
 from motet.core.attention_table import AttentionTable
 from motet.dropout import ItemRows
+from motet.models.asked import Asked
 from motet.models.table_items import TableItems
-from motet.on_device import on_device
+from motet.on_device import Staged
 
 
 class KeyItems:
@@ -40,7 +41,7 @@ class KeyItems:
         self, rows: Int64Array, sees: BoolArray, table: AttentionTable, numbers: ItemRows, num_rows: int
     ) -> None:
         self.rows, self.sees, self.table, self.numbers, self._num_rows = rows, sees, table, numbers, num_rows
-        self._on: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._on: dict[torch.device, Staged] = {}
 
     @classmethod
     def packed(cls, offsets: Int64Array, places: Int64Array, num_seen: Int64Array, num_rows: int) -> KeyItems:
@@ -95,6 +96,15 @@ class KeyItems:
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """`rows` as LongTensor [n], and `sees` as BoolTensor [n, 1]."""
+        rows, sees = self._staged(device).there
+        return rows, sees
+
+    def make_ahead(self, asked: Asked) -> None:
+        """As of `attention.Extents`, and what `on` needs."""
+        self._staged(asked.device)
+        self.extents.make_ahead(asked)
+
+    def _staged(self, device: torch.device) -> Staged:
         if device not in self._on:
-            self._on[device] = tuple(on_device(each, device) for each in (self.rows, self.sees[:, None]))
+            self._on[device] = Staged([self.rows, self.sees[:, None]], device)
         return self._on[device]

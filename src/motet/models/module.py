@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from itertools import chain
 
@@ -16,10 +16,12 @@ from motet.core.errors import ArgumentError, UserError
 from motet.core.item_segments import ItemSegments
 from motet.core.spec import Module
 from motet.dropout import AFTER, BEFORE, BETWEEN, ENTER, PROJECTOR, arranged
+from motet.models.asked import Asked, asked_by
 from motet.models.block import Block, is_changed, outside_blocks, wrap_blocks
 from motet.models.callbacks import callback_dtype, callback_name, check_callback, check_num_rows
 from motet.models.context_items import SharedItemRows
 from motet.models.cross_projector import CrossProjector
+from motet.models.extents import extents_of
 from motet.models.layers import (
     LayerModules,
     any_trainable,
@@ -32,6 +34,7 @@ from motet.models.layers import (
 from motet.models.module_sizes import ModuleSizes
 from motet.models.projector import Projector
 from motet.models.shared_path import SharedPath
+from motet.models.shared_queries import SharedReading
 from motet.models.whole.tiles import Newlines, Tiles
 from motet.tensor_parallel import RowParts
 
@@ -64,6 +67,7 @@ class ModalityModule(ModuleSizes, nn.Module):
         self.before, self.between, self.after = before, between, after
         self.cut = cut
         self.row_parts: RowParts | None = None  # On tensor-parallel ranks (`divided.py`).
+        self._asked_before: dict[tuple[tuple[int, ...], torch.device, torch.dtype], frozenset[Asked]] = {}
         self.train_encoder = train_encoder
         if not train_encoder:
             encoder.requires_grad_(False)
@@ -277,6 +281,45 @@ class ModalityModule(ModuleSizes, nn.Module):
             return hidden
         with arranged(PROJECTOR, lambda: self._projected_rows(sizes)):
             return self.projector.through(hidden, self._projected(seen_sizes.numpy()))
+
+    def make_ahead(
+        self,
+        values: Tensor,
+        sizes: Tensor,
+        shared: SharedItemRows | None,
+        blocks: Collection[int],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Make what attention of some blocks asks of the host for items, before a pass through them asks for it.
+
+        values, sizes, shared: on the host, as of `forward`. device, dtype: on which and in which the blocks compute.
+        Not a collective. Of encoders without `who_sees` nothing is made.
+        """
+        if shared is None and not len(sizes):
+            return
+        path, end = None if shared is None else SharedPath(self, values, sizes, shared), self.num_encoder_blocks
+
+        def of_encoder() -> tuple[Int64Array, SharedItemRows | None]:
+            return (self.seen(sizes.numpy())[0], None) if path is None else path.seen_by_encoder()
+
+        def of_projector() -> tuple[Int64Array, SharedReading | None]:
+            return (self._projected(self.seen(sizes.numpy())[0]), None) if path is None else path.seen_by_projector()
+
+        for module, seen, layers in (
+            (self.encoder, of_encoder, [block for block in blocks if block < end]),
+            (self.projector, of_projector, [block for block in blocks if block >= end]),
+        ):
+            for extents in extents_of(module, *seen()) if layers and hasattr(module, "who_sees") else ():
+                for asked in self._asked(tuple(layers), device, dtype):
+                    extents.make_ahead(asked)
+
+    def _asked(self, blocks: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> frozenset[Asked]:
+        """What the attention of blocks asks. It is read off the blocks once."""
+        key = blocks, device, dtype
+        if key not in self._asked_before:
+            self._asked_before[key] = frozenset(asked_by((self._blocks[block] for block in blocks), device, dtype))
+        return self._asked_before[key]
 
     def goes_on(self, stop: int) -> bool:
         """Whether what stands between the encoder's last block and a projector's belongs to a pass up to `stop`."""

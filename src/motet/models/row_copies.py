@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from motet.core.arrays import Int64Array
 from motet.core.context_rows import RowMoves
-from motet.on_device import on_device
+from motet.on_device import Staged, on_device
 
 if TYPE_CHECKING:
     from motet.models.context_items import SharedAttention, SharedItemRows, SharedRows
@@ -28,9 +28,19 @@ class RowCopies:
     """Copies of rows that go from rank to rank. moves: which rows. share: has their group, and counts their bytes."""
 
     def __init__(self, moves: RowMoves, share: SharedRows | SharedAttention, device: torch.device) -> None:
-        self.send, self.order = (on_device(index, device) for index in (moves.send, moves.order))
+        self._index = Staged([moves.send, moves.order], device)
         self.num_sent, self.num_received = list(moves.num_sent), list(moves.num_received)
         self.share = share
+
+    @property
+    def send(self) -> Tensor:
+        """Which rows it gives, as of `RowMoves`, on the device."""
+        return self._index.there[0]
+
+    @property
+    def order(self) -> Tensor:
+        """Where each row stands in what it gets, on the device."""
+        return self._index.there[1]
 
     def of(self, rows: Tensor) -> Tensor:
         """rows [n, ...] of this rank -> the rows that it gets, [num_wanted, ...]. A collective, in backward too."""

@@ -71,8 +71,7 @@ class SharedPath:
             if goes_on:
                 hidden = module.projector.enter(hidden.to(callback_dtype(module.projector, hidden.dtype)))
         if stop > end:
-            extents = module.extents(here.sizes.numpy())
-            reading = self._reading(extents)
+            extents, reading = self.seen_by_projector()
             num_rows = int(item_rows(extents).sum()) if reading is None else len(reading.rows.own)
             with here.arranged_behind(PROJECTOR):
                 hidden = module.projector.through(self._hidden_here(hidden, num_rows), extents, reading)
@@ -88,6 +87,15 @@ class SharedPath:
         with module.graph_behind(hidden), here.arranged(2 * module.num_encoder_blocks):
             hidden = module.encoder.leave(hidden, here.sizes, here.given)
         return self._project(hidden)
+
+    def seen_by_encoder(self) -> tuple[Int64Array, SharedItemRows | None]:
+        """The sizes that the encoder is given, and the rows that are here."""
+        return self._here.sizes.numpy(), self._here.given
+
+    def seen_by_projector(self) -> tuple[Int64Array, SharedReading | None]:
+        """The arrangements that the projector is given, and the rows that are here."""
+        extents = self._module.extents(self._here.sizes.numpy())
+        return extents, self._reading(extents)
 
     def _reading(self, extents: Int64Array) -> SharedReading | None:
         """Which of the encoder's rows are here, and which of the queries that read them; None where these have whole

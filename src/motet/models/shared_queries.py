@@ -16,10 +16,11 @@ from torch import Tensor
 
 from motet.core.attention_table import AttentionTable
 from motet.core.context_rows import ContextRows
+from motet.models.asked import Asked
 from motet.models.context_items import ContextItems, SharedItemRows
 from motet.models.row_copies import RowCopies
 from motet.models.table_items import TableItems
-from motet.on_device import on_device
+from motet.on_device import Staged
 
 
 class SharedReading(NamedTuple):
@@ -76,11 +77,18 @@ class SharedQueries:
         held = np.append(np.arange(self._num_whole), self._num_whole + wanted[rank])
         self._items = TableItems(table.of(of_queries.rows[rank], held), causal=False)
         self._own = of_queries.positions[of_queries.rows[rank]]
-        self._on: dict[torch.device, tuple[Tensor, Tensor, RowCopies]] = {}
+        self._on: dict[torch.device, tuple[Staged, RowCopies]] = {}
 
     def spread(self, queries: Tensor) -> Tensor:
         """The queries that all items have, [num_queries, dim] -> those of all items that are here, [n, dim]."""
-        return queries.index_select(0, self._indices(queries.device)[0])
+        index, _ = self._indices(queries.device)
+        return queries.index_select(0, index.there[0])
+
+    def make_ahead(self, asked: Asked) -> None:
+        """As of `models.attention.Extents`."""
+        self._indices(asked.device)
+        for items in (self.among, self._items):
+            items.make_ahead(asked)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, window: int | None
@@ -88,15 +96,15 @@ class SharedQueries:
         """As of `QueriedItems`, of the queries and the rows that are here. A collective, as is backward."""
         if window is not None or key.shape[2] != len(self._order):
             raise ValueError(f"{query.shape[2]} queries and {key.shape[2]} keys do not fit the items of this attention")
-        _, order, copies = self._indices(query.device)
+        index, copies = self._indices(query.device)
+        _, order = index.there
         both = torch.cat([key[0], value[0]]).transpose(0, 1).index_select(0, order)  # [keys, 2 kv_heads, head_dim]
         seen = torch.cat([both[: self._num_whole], copies.of(both[self._num_whole :])])
         keys, values = seen.transpose(0, 1)[None].chunk(2, dim=1)
         return self._items.attend(query, keys, values, scale, dropout, None)
 
-    def _indices(self, device: torch.device) -> tuple[Tensor, Tensor, RowCopies]:
-        """Which queries of an item are here; the order of keys by item; copies of those of others."""
+    def _indices(self, device: torch.device) -> tuple[Staged, RowCopies]:
+        """Which queries of an item are here, and the order of keys by item; copies of those of others."""
         if device not in self._on:
-            own, order = (on_device(index, device) for index in (self._own, self._order))
-            self._on[device] = own, order, RowCopies(self._moves, self._share, device)
+            self._on[device] = Staged([self._own, self._order], device), RowCopies(self._moves, self._share, device)
         return self._on[device]

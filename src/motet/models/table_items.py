@@ -21,11 +21,12 @@ from torch.utils.checkpoint import checkpoint
 
 from motet.core.attention_table import AttentionTable
 from motet.dropout import counted_from, next_rows, of_heads
+from motet.models.asked import Asked
 from motet.models.attention import PackedItems
 from motet.models.flex import FlexTable, has_flex
 from motet.models.row_runs import RowRun, attend_causal_run, row_runs
 from motet.models.scores import Scoring, attended
-from motet.on_device import on_device
+from motet.on_device import Staged, on_device
 
 _TILE = 256
 """The most rows of a tile: causal rows of a long document then have few keys in their mask that they do not see."""
@@ -68,11 +69,47 @@ class TableItems:
         self._pack = None if pack is None else PackedItems(*pack)
         self._groups: dict[tuple[int | None, bool], list[_Group]] = {}
         self._flex: dict[tuple[int | None, torch.device], FlexTable] = {}
-        self._bounds: dict[tuple[int | None, torch.device], tuple[Tensor, Tensor]] = {}
+        self._bounds: dict[tuple[int | None, torch.device], Staged] = {}
 
     def with_scores(self) -> TableItems:
         """What computes soft caps and sinks: this does."""
         return self
+
+    def make_ahead(self, asked: Asked) -> None:
+        """As of `Extents`."""
+        if self._as_pack(asked) is not None:
+            self._as_pack(asked).make_ahead(asked)
+        elif not self.table.num_rows:
+            return
+        elif has_flex(asked) and self.table.num_keys:
+            self._flex_for(asked.window, asked.device)
+        else:
+            self._bounds_for(asked.window, asked.device)
+            self._groups_for(asked.window, _has_runs(asked))
+
+    def _as_pack(self, asked: Asked) -> PackedItems | None:
+        """What computes a plain pack in place of this; None where this does."""
+        if asked.is_scored or self._pack is None or not self.table.num_rows:
+            return None
+        return self._pack if asked.window is None or self._pack.causal else None
+
+    def _flex_for(self, window: int | None, device: torch.device) -> FlexTable:
+        at = (window, device)
+        if at not in self._flex:
+            self._flex[at] = FlexTable(self.table.windowed(window), device)
+        return self._flex[at]
+
+    def _bounds_for(self, window: int | None, device: torch.device) -> Staged:
+        at, table = (window, device), self.table.windowed(window)
+        if at not in self._bounds:
+            self._bounds[at] = Staged([table.start, table.end], device)
+        return self._bounds[at]
+
+    def _groups_for(self, window: int | None, has_runs: bool) -> list[_Group]:
+        at, table = (window, has_runs), self.table.windowed(window)
+        if at not in self._groups:
+            self._groups[at] = _groups(plan_tiles(table, has_runs=has_runs), table.num_keys)
+        return self._groups[at]
 
     def attend(
         self,
@@ -100,38 +137,30 @@ class TableItems:
             )
         if window is not None and not self.causal:
             raise ValueError("attention in both directions has no sliding window here")
-        plain = softcap is None and sinks is None and self.table.num_rows > 0
-        if plain and self._pack is not None and (window is None or self._pack.causal):
-            return self._pack.attend(query, key, value, scale, dropout, window)
-        if has_flex(query, dropout) and query.shape[2] and key.shape[2]:
-            at = (window, query.device)
-            if at not in self._flex:
-                self._flex[at] = FlexTable(self.table.windowed(window), query.device)
-            return self._flex[at].attend(query, key, value, scale, softcap, sinks).transpose(1, 2)
         how = Scoring(scale, dropout, window, softcap, sinks)
+        asked = Asked.by(query, key, how)
+        if (pack := self._as_pack(asked)) is not None:
+            return pack.attend(query, key, value, scale, dropout, window)
+        if has_flex(asked) and query.shape[2] and key.shape[2]:
+            table = self._flex_for(window, query.device)
+            return table.attend(query, key, value, scale, softcap, sinks).transpose(1, 2)
         return self._attend_by_tiles(query, key, value, how).transpose(1, 2)
 
     def _attend_by_tiles(self, query: Tensor, key: Tensor, value: Tensor, how: Scoring) -> Tensor:
         """As `attend`, but [1, heads, num_rows, head_dim]."""
         scale, dropout, window, softcap, sinks = how
-        table, at = self.table.windowed(window), (window, query.device)
-        if at not in self._bounds:
-            self._bounds[at] = tuple(on_device(x, query.device) for x in (table.start, table.end))
+        bounds = self._bounds_for(window, query.device).there
         draws, columns = self._draws(dropout, query)
         has_scores = softcap is not None or sinks is not None or draws is not None
-        has_runs = not (has_scores or dropout) and query.device.type == "cpu"
-        if (window, has_runs) not in self._groups:
-            self._groups[window, has_runs] = _groups(plan_tiles(table, has_runs=has_runs), table.num_keys)
-        outputs = []
+        has_runs = _has_runs(Asked.by(query, key, how))
+        groups, outputs = self._groups_for(window, has_runs), []
         # A split is one node of the autograd graph; each slice would add a gradient of the size of the whole pack.
-        groups = self._groups[window, has_runs]
         keys, values = (x.split([group.high - group.low for group in groups], dim=2) for x in (key, value))
         rows = iter(query.split([tile.last - tile.first for group in groups for tile in group.tiles], dim=2))
         for group, group_keys, group_values in zip(groups, keys, values, strict=True):
             for tile in group.tiles:
                 own = slice(tile.low, tile.high)
                 piece = [x.narrow(2, tile.low - group.low, tile.high - tile.low) for x in (group_keys, group_values)]
-                bounds = self._bounds[at]
                 is_seen = tile.high > tile.low
                 if tile.is_run:
                     out = attend_causal_run(next(rows), *piece, scale)
@@ -209,6 +238,11 @@ class _MaskedTile(torch.autograd.Function):
             gradient, query, key, value, out, summed, 0.0, False, attn_mask=mask, scale=ctx.scale
         )
         return (*gradients, None, None, None)
+
+
+def _has_runs(asked: Asked) -> bool:
+    """Whether long runs of rows are tiles of their own, without a mask."""
+    return asked.device.type == "cpu" and not (asked.is_scored or asked.dropout)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from operator import methodcaller
 from pathlib import Path
 
 import numpy as np
@@ -181,8 +180,8 @@ def run_steps(meeting: Meeting, steps: Steps) -> MeasuredSteps:
         job = build_job(recipe, world, "never", lambda _: None, cleanup, chosen)
         job.model.train()
         schedule = StepRange(0, 1, recipe.run.batch_size, job.num_microbatches, 0, 0)
-        order, ready = ListedOrder(steps.examples), methodcaller("ready_for", world.device)
-        with Feed(order, job.loading, job.mesh.host_everyone, schedule, recipe.data, prepare=ready) as feed:
+        order = ListedOrder(steps.examples)
+        with Feed(order, job.loading, job.mesh.host_everyone, schedule, recipe.data, prepare=job.prepared) as feed:
             loaded = job.drawn(0, feed.next_step())
         seconds = []
         for _ in range(WARM_UP + REPEATS):

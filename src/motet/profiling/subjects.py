@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from motet.ahead import MadeAhead, finding
 from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.grid_positions import NUM_AXES
@@ -282,13 +283,13 @@ def _encoder(recipe: Recipe, name: str, module: ModalityModule, sharded: nn.Modu
 
     def prepare(batch: Batch, called: nn.Module) -> Callable[[], Tensor]:
         values, on_host = drawn(batch)
-        return lambda: called(values, on_host)
+        return _finding(module, (values, on_host, None), lambda: called(values, on_host))
 
     def through(batch: Batch) -> Callable[[], Tensor]:
         values, on_host = drawn(batch)
         with torch.no_grad():
             hidden = module.enter(values, on_host).requires_grad_()
-        return lambda: module.through(hidden, on_host, 0, 1)
+        return _finding(module, (values, on_host, None), lambda: module.through(hidden, on_host, 0, 1))
 
     def segments(batch: Batch) -> ItemSegments | None:
         return module.segments(sizes_of(batch))
@@ -340,6 +341,24 @@ def _generator(
     # Noise, loss, and the order of rows in batches of one size take as long as an item has rows, as its last layer.
     rest = len(layers) - 1
     return Subject(name, module, module.spec_module(name), layers, lengths, sharded, prepare, rest=rest)
+
+
+def _finding(
+    module: ModalityModule | Backbone, given: tuple[Any, ...], call: Callable[[], Tensor]
+) -> Callable[[], Tensor]:
+    """A call of a module that finds what it has made of a batch, as the thread that loads makes it for a step.
+
+    given: of the batch, as `make_ahead` takes it.
+    """
+    made, weight = MadeAhead(), next(module.parameters())
+    with finding("profiled", made):
+        module.make_ahead(*given, range(len(module.blocks)), weight.device, weight.dtype)
+
+    def found() -> Tensor:
+        with finding("profiled", made):
+            return call()
+
+    return found
 
 
 def _sizes(recipe: Recipe, name: str, module: ModalityModule | GeneratorModule) -> dict[int, Int64Array]:
@@ -422,13 +441,13 @@ def _backbone(recipe: Recipe, backbone: Backbone, sharded: nn.Module, device: to
 
     def prepare(batch: Batch, called: nn.Module) -> Callable[[], Tensor]:
         sequences, features = drawn(batch)
-        return lambda: called(sequences, features)[0]
+        return _finding(backbone, (sequences,), lambda: called(sequences, features)[0])
 
     def through(batch: Batch) -> Callable[[], Tensor]:
         sequences, features = drawn(batch)
         with torch.no_grad():
             hidden = backbone.enter(sequences, features).detach().requires_grad_()
-        return lambda: backbone.through(hidden, sequences, 0, 1)
+        return _finding(backbone, (sequences,), lambda: backbone.through(hidden, sequences, 0, 1))
 
     def head(hidden: Tensor) -> Tensor:
         return backbone.loss(hidden, torch.zeros(len(hidden), dtype=torch.int64, device=device))

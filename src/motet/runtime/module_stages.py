@@ -11,6 +11,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from motet.ahead import finding
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
 from motet.dropout import drawing
@@ -70,7 +71,7 @@ class EncoderStage(_ModuleStage):
 
     def forward(self, batch: RankBatch, inputs: dict[str, Tensor]) -> Tensor:
         self._set_recomputation(batch)
-        with drawing(self._phase, batch.draws):
+        with drawing(self._phase, batch.draws), finding(self._phase, batch.ahead):
             return self._encoder(*batch.inputs(self._phase))
 
 
@@ -90,7 +91,7 @@ class BackboneStage(_ModuleStage):
 
     def forward(self, batch: RankBatch, inputs: dict[str, Tensor]) -> Tensor:
         self._set_recomputation(batch)
-        with drawing(BACKBONE, batch.draws):
+        with drawing(BACKBONE, batch.draws), finding(BACKBONE, batch.ahead):
             loss_sum, num_targets, *given = self._backbone(batch.sequences, inputs)
         self._totals[1] += loss_sum.detach()
         self._totals[2] += num_targets

@@ -43,7 +43,7 @@ from motet.runtime.paused_pass import PassThread, PausedPass
 from motet.runtime.place import Place
 from motet.runtime.sections import Around, BlockSpan, Section, SectionedStage, SectionRun, spans_of
 from motet.runtime.sent_bytes import by_kind
-from motet.runtime.stage import Model, modules_by_phase
+from motet.runtime.stage import Model, make_ahead, modules_by_phase
 from motet.runtime.step import MadeRows, StepResult, update_if_finite
 from motet.runtime.tensors import StageTensors
 from motet.runtime.unit_groups import UnitGroups
@@ -134,6 +134,20 @@ class PlannedStep:
             self.loss_scale and self.loss_scale.value,
         )
 
+    def prepared(self, batch: RankBatch, dtype: torch.dtype) -> RankBatch:
+        """As of `TrainStep`, for the blocks of this rank's stages."""
+        batch = self._shared(batch)
+        blocks: dict[str, list[int]] = {}
+        for span in (span for of_stage in self.spans.values() for span in of_stage):
+            blocks.setdefault(span.module, []).extend(range(span.first, span.stop))
+        make_ahead(blocks, self.model, batch, self.mesh.device, dtype)
+        return batch
+
+    def _shared(self, batch: RankBatch) -> RankBatch:
+        """A microbatch with the groups of the ranks that share its items."""
+        groups = {name: self.groups.context.get(unit.name) for unit, names in self.place.units for name in names}
+        return batch.sharing(groups.get, self.groups.replicas)
+
     def evaluate(
         self, batches: Sequence[RankBatch], model: Model | None = None, alone: Set[str] | None = None
     ) -> Tensor:
@@ -181,8 +195,7 @@ class _RunningPlan:
         mesh, model = step.mesh, model or step.model
         compute = step.held.types.compute
         self.step, self.place = step, place
-        groups = {name: step.groups.context.get(unit.name) for unit, names in place.units for name in names}
-        batches = [batch.sharing(groups.get, step.groups.replicas) for batch in batches]
+        batches = [step._shared(batch) for batch in batches]
         self.batches = [batch.to(mesh.device, dtype=compute) for batch in batches] if compute else batches
         for _, parameter in step.parameters.values():
             parameter.grad = None

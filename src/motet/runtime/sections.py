@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from motet.ahead import finding
 from motet.core.arrays import Int64Array
 from motet.core.spec import ModelSpec, Module
 from motet.core.workload import BACKBONE
@@ -261,7 +262,7 @@ class Section:
 
     def run(self, batch: RankBatch, taken: dict[str, Tensor], *, is_again: bool = False) -> Tensor:
         """The output; of the last section of the backbone the sum of the loss. is_again: it adds to no totals."""
-        with drawing(self.span.module, batch.draws):
+        with drawing(self.span.module, batch.draws), finding(self.span.module, batch.ahead):
             if self.span.makes:
                 return self._run_generator(batch, taken)
             if not self._is_backbone:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
+from motet.ahead import finding
 from motet.core.arrays import Int64Array
 from motet.core.workload import BACKBONE
 from motet.dispatch.batch import PackedSequences, RankBatch
@@ -90,6 +92,26 @@ def modules_by_phase(model: Model) -> dict[str, EncoderModule | BackboneModule |
     """Phase -> module, in the order in which modules run: encoders, then the backbone, then generators."""
     encoders = {phase: model.encoders[phase] for phase in model.encoders}
     return {**encoders, BACKBONE: model.backbone, **generators_of(model)}
+
+
+def make_ahead(
+    modules: Mapping[str, Collection[int]], model: Model, batch: RankBatch, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Let modules make what their blocks will ask of the host for a microbatch, so that its step finds it.
+
+    modules: which blocks of each. device, dtype: on which and in which they compute. Not a collective, and in whatever
+    thread. What a module without `make_ahead` needs, it makes in its passes.
+    """
+    of_phase, generators = modules_by_phase(model), generators_of(model)
+    for name, blocks in modules.items():
+        make = None if name in generators else getattr(of_phase[name], "make_ahead", None)
+        if make is None:
+            continue
+        with finding(name, batch.ahead):
+            if name == BACKBONE:
+                make(batch.sequences, blocks, device, dtype)
+            else:
+                make(*batch.media[name], batch.shared.get(name), blocks, device, dtype)
 
 
 def is_trainable(module: EncoderModule | BackboneModule | GeneratorPart) -> bool:

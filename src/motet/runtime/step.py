@@ -37,7 +37,7 @@ from motet.runtime.module_stages import module_stages
 from motet.runtime.passes import StagePasses
 from motet.runtime.replicas import ReplicatedGradients
 from motet.runtime.sent_bytes import SentBytes, by_kind, count_fsdp
-from motet.runtime.stage import Model, generators_of, is_trainable, modules_by_phase
+from motet.runtime.stage import Model, generators_of, is_trainable, make_ahead, modules_by_phase
 from motet.runtime.tensors import Tensors
 from motet.schedule.generators.data_parallel import data_parallel
 from motet.schedule.passes import Presence, add_exchanges, without_absent
@@ -224,6 +224,21 @@ class TrainStep:
             loss_scale=self.loss_scale and self.loss_scale.value,
         )
 
+    def prepared(self, batch: RankBatch, dtype: torch.dtype) -> RankBatch:
+        """A loaded microbatch with what attention will ask of the host: for the thread that loads.
+
+        batch: on the host. dtype: in which modules compute. Where ranks share items, `Mesh.shared_rows` must have been
+        asked for before, as it is a collective; nothing else here is one.
+        """
+        batch = self._shared(batch)
+        blocks = {name: range(len(getattr(module, "blocks", ()))) for name, module in self.modules.items()}
+        make_ahead(blocks, self.model, batch, self.mesh.device, dtype)
+        return batch
+
+    def _shared(self, batch: RankBatch) -> RankBatch:
+        """A microbatch with the group of the ranks that share its items, if any do."""
+        return batch.sharing(lambda _: self.mesh.shared_rows) if batch.decision.shares_items else batch
+
     def accumulate(self, batches: Sequence[RankBatch], *, before: Hook | None = None) -> None:
         """Run all forward and backward passes and their exchanges, without NORM and STEP. A collective.
 
@@ -263,9 +278,7 @@ class _RunningStep:
         self.step, self.program = step, step.program(batches)
         if step.types.compute is not None:
             batches = [batch.to(step.mesh.device, dtype=step.types.compute) for batch in batches]
-        if any(batch.decision.shares_items for batch in batches):
-            batches = [batch.sharing(lambda _: step.mesh.shared_rows) for batch in batches]
-        self.batches = batches
+        self.batches = batches = [step._shared(batch) for batch in batches]
         for stage in self.program.last_backward:
             if gradients := step.replicated.get(self.program.modules[stage]):
                 gradients.zero()

@@ -115,6 +115,11 @@ class TrainingJob:
             return self.step.place.noise_rank
         return rank - (0 if self.mesh.tensor is None else self.mesh.tensor.index)
 
+    def prepared(self, batch: RankBatch) -> RankBatch:
+        """A loaded microbatch, ready to be computed; in the thread that loads."""
+        made = self.step.prepared(batch, getattr(torch, self.recipe.fsdp.param_dtype or self.recipe.run.dtype))
+        return made.ready_for(self.world.device)
+
     def drawn(self, step: int, fed: StepInput) -> list[RankBatch]:
         """The microbatches; if anything is drawn, with keys by which every rank draws as one process would."""
         if not self._draws_by_item:
@@ -182,6 +187,8 @@ def build_job(
         optimizer = _sharded(recipe, deferred.model, mesh, world)
     keep_freed_memory(world.device.type)
     world.barrier()  # The clocks of all ranks start at the same moment.
+    if "split" in orchestrator.methods:
+        _ = mesh.shared_rows  # A collective: the thread that loads, which needs it, can have none of its own.
     step = TrainStep(
         deferred.model,
         mesh,

@@ -298,8 +298,8 @@ class _Run:
         )
 
     def _prepared(self, batch: RankBatch) -> RankBatch:
-        """A loaded microbatch, ready to be computed; in the prefetch thread."""
-        return self.job.recomputation.of_rank(batch, self.job.mesh.rank).ready_for(self.world.device)
+        """As of `TrainingJob`, with what is recomputed."""
+        return self.job.prepared(self.job.recomputation.of_rank(batch, self.job.mesh.rank))
 
     def _corrected(self, fed: StepInput) -> StepInput:
         """The input, with what is recomputed decided by the newest correction: some was prefetched before it."""

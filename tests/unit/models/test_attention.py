@@ -81,7 +81,7 @@ def test_padding_is_not_seen():
     query, key, value = (torch.randn(3, 2, 7, 8, dtype=torch.float64) for _ in range(3))
     lengths = np.array([7, 2, 5])
     packed = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
-    out = PaddedClips(lengths, torch.device("cpu")).attend(*packed, None, 0.0, None)[0].unflatten(0, (3, 7))
+    out = PaddedClips(lengths).attend(*packed, None, 0.0, None)[0].unflatten(0, (3, 7))
     for i, n in enumerate(lengths):
         alone = scaled_dot_product_attention(*(x[i : i + 1, :, :n] for x in (query, key, value)))
         torch.testing.assert_close(out[i : i + 1, :n], alone.transpose(1, 2), rtol=1e-13, atol=1e-13)
@@ -110,7 +110,7 @@ def test_refuses_what_it_does_not_compute():
             function(module, *draw([3]), None, segments=segments, **{name: given})
     for name, given in {"softcap": 50.0, "s_aux": torch.zeros(4)}.items():
         with pytest.raises(TypeError, match=f"does not compute '{name}'"):
-            function(module, *draw([3]), PaddedClips(np.array([3]), torch.device("cpu")), **{name: given})
+            function(module, *draw([3]), PaddedClips(np.array([3])), **{name: given})
     with pytest.raises(ValueError, match="in both directions has no sliding window"):
         function(module, *draw([3]), PackedItems.from_lengths(np.array([3]), causal=False), sliding_window=2)
     module.is_causal = False

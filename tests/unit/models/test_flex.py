@@ -13,7 +13,9 @@ from motet.core.attention_table import AttentionTable
 from motet.core.block_table import BlockTable
 from motet.models import flex as flex_module
 from motet.models import table_items
+from motet.models.asked import Asked
 from motet.models.flex import FlexTable, attend_by, compiled, has_flex
+from motet.models.scores import Scoring
 from unit.balance.test_tokens import tables
 from unit.models.test_table_items import CAUSAL, TABLES, dense, draw
 
@@ -115,7 +117,7 @@ def test_few_numbers_of_intervals_are_compiled():
 
 def test_table_items_take_it(monkeypatch):
     """As on CUDA, but not compiled."""
-    monkeypatch.setattr(table_items, "has_flex", lambda query, dropout: True)
+    monkeypatch.setattr(table_items, "has_flex", lambda asked: True)
     monkeypatch.setattr(flex_module, "_of_constants", attend_by)
     table, sinks = TABLES["rows and keys of a rank"], torch.linspace(-1, 2, 4)
     tensors = [x.detach() for x in draw(table, head_dim=16, dtype=torch.float32)]
@@ -128,5 +130,6 @@ def test_table_items_take_it(monkeypatch):
 
 
 def test_is_for_cuda_alone():
-    assert not has_flex(draw(CAUSAL)[0], 0.0)
+    query, key, _ = draw(CAUSAL)
+    assert not has_flex(Asked.by(query, key, Scoring(None, 0.0, None)))
     assert len(FlexTable(Segments.of_documents([[("text", 3)]]).table(), CPU).blocks) == 8

@@ -16,9 +16,10 @@ from torch.nn.functional import dropout, gelu
 from motet.core.arrays import Int64Array, rows_of_runs
 from motet.core.errors import UserError
 from motet.core.shapes import Transformer, convolution, final_norm
-from motet.models.attention import PaddedClips
+from motet.models.attention import Extents, PaddedClips
 from motet.models.context_items import ContextItems, SharedItemRows
 from motet.models.contract import AudioRows
+from motet.models.extents import extents_of
 from motet.models.layers import LayerModules, any_trainable
 from motet.models.row_copies import rows_wanted
 from motet.on_device import on_device
@@ -130,15 +131,15 @@ class AudioEncoder(nn.Module):
         self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedItemRows | None = None
     ) -> Tensor:
         """The layers first ... stop - 1. shared: as of `enter`."""
-        extents: PaddedClips | ContextItems
-        if shared is None:
-            extents = PaddedClips(self._real_counts(sizes), hidden.device)
-        else:
-            extents = ContextItems(shared, causal=False)
+        [extents] = extents_of(self, sizes.numpy(), shared)
         hidden = hidden[None]
         for layer in self.blocks[first:stop]:
             hidden = layer(hidden, extents)
         return hidden[0]
+
+    def who_sees(self, sizes: Int64Array, shared: SharedItemRows | None) -> tuple[Extents, ...]:
+        """Of a clip all rows see each other. As of `contract`."""
+        return (PaddedClips(self.num_hidden(sizes)) if shared is None else ContextItems(shared, causal=False),)
 
     def leave(self, hidden: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
         """The last norm, and the clips' own rows."""

@@ -23,8 +23,10 @@ from motet.core.attention_table import AttentionTable
 from motet.core.shapes import Transformer, final_norm, patches
 from motet.core.spec import Layer
 from motet.dropout import some_rows
+from motet.models.attention import Extents
 from motet.models.context_items import ContextItems, SharedItemRows
 from motet.models.contract import ImageRows
+from motet.models.extents import extents_of
 from motet.models.families.patches import (
     add_class_rows,
     embed_patches,
@@ -192,7 +194,7 @@ class MllamaTower(nn.Module):
         """The blocks first ... stop - 1. hidden: wide rows, with those of inner blocks so far."""
         hidden, *inner = hidden.split(self.width, dim=1)
         here = None if shared is None else shared.with_class_rows(self.class_rows)
-        segments = self._segments(sizes.numpy(), here)
+        [segments] = extents_of(self, sizes.numpy(), shared)
         for number, block in enumerate(self.blocks[first:stop], first):
             hidden = block(hidden[None], segments)[0]
             inner += [hidden] * self.inner.count(number)
@@ -200,11 +202,8 @@ class MllamaTower(nn.Module):
                 hidden = self._between(hidden, sizes, here)
         return torch.cat([hidden, *inner], dim=1)
 
-    def _segments(self, sizes: Int64Array, here: SharedItemRows | None) -> TableItems | ContextItems:
-        """Who sees whom of an image's rows: its own tiles' rows see all, and all others see these.
-
-        here: the rows that are here, with those that fill tiles up, where ranks share images.
-        """
+    def who_sees(self, sizes: Int64Array, shared: SharedItemRows | None) -> tuple[Extents, ...]:
+        """Of an image's rows its own tiles' see all, and all others see these. As of `contract`."""
         filled, length = self.class_rows, self.class_rows + self.num_rows
         rows, stop = np.arange(len(sizes) * length), filled + self.key_rows(sizes)[:, None]
         begin, place = rows - rows % length, np.arange(length)
@@ -212,14 +211,14 @@ class MllamaTower(nn.Module):
         start = begin + np.where(sees_all, 0, filled).reshape(-1)
         end = begin + np.where(sees_all, length, stop).reshape(-1)
         table = AttentionTable(start[None], end[None], rows, rows, begin)
-        if here is None:
-            return TableItems(table, causal=False)
-        return ContextItems(here, causal=False, table=table)
+        if shared is None:
+            return (TableItems(table, causal=False),)
+        return (ContextItems(shared.with_class_rows(filled), causal=False, table=table),)
 
     def _between(self, hidden: Tensor, sizes: Tensor, here: SharedItemRows | None) -> Tensor:
         """The norm behind the local blocks, and the place of its tile for each row, also for those that fill it up.
 
-        here: as of `_segments`.
+        here: the rows that are here, with those that fill tiles up, where ranks share images.
         """
         model, tiles = self.model, hidden.new_zeros(len(sizes), self.num_tiles, 1, self.width)
         places = model.post_tile_positional_embedding(tiles, self._numbers(sizes, hidden.device))

@@ -18,9 +18,10 @@ from motet.core.errors import UserError
 from motet.core.item_segments import ItemSegments
 from motet.core.shapes import Transformer
 from motet.core.words import counted_words
-from motet.models.attention import PackedItems
+from motet.models.attention import Extents, PackedItems
 from motet.models.context_items import ContextItems, SharedAttention, SharedItemRows
 from motet.models.contract import ImageRows
+from motet.models.extents import extents_of
 from motet.models.layers import LayerModules, any_trainable, unused_layer
 from motet.on_device import on_device
 
@@ -105,10 +106,7 @@ class PatchEncoder(nn.Module):
         """
         if first == stop:
             return hidden
-        segments = item_extents(
-            self.num_outputs(sizes.numpy()) + self.class_rows,
-            None if shared is None else shared.with_class_rows(self.class_rows),
-        )
+        [segments] = extents_of(self, sizes.numpy(), shared)
         turns = self.turns(sizes, hidden, shared)
         hidden, *inner = hidden.split(self.width, dim=1)
         hidden, is_output = hidden[None], False
@@ -121,6 +119,11 @@ class PatchEncoder(nn.Module):
             layers = [self.num_computed, *self.inner]
             parts = [parts[layers.index(number)] for number in self.taken]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def who_sees(self, sizes: Int64Array, shared: SharedItemRows | None) -> tuple[Extents, ...]:
+        """Of an image all rows see each other. As of `contract`."""
+        here = None if shared is None else shared.with_class_rows(self.class_rows)
+        return (item_extents(self.num_outputs(sizes) + self.class_rows, here),)
 
     def turns(self, sizes: Tensor, hidden: Tensor, shared: SharedItemRows | None) -> dict[str, Any]:
         """What layers are given of the places of rows, besides; nothing where places are added before them."""

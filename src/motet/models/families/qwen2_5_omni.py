@@ -19,9 +19,10 @@ from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.item_segments import ItemSegments
 from motet.core.shapes import Transformer, convolution, final_norm, projector
-from motet.models.attention import PackedItems
+from motet.models.attention import Extents, PackedItems
 from motet.models.context_items import SharedItemRows
 from motet.models.contract import AudioRows
+from motet.models.extents import extents_of
 from motet.models.families.audio import averaged_here, convolved, convolved_here, real_rows
 from motet.models.families.patches import item_extents
 from motet.models.layers import LayerModules, any_trainable, unused_layer
@@ -152,13 +153,17 @@ class _ChunkedAudio(nn.Module):
         hidden = hidden + table[: hidden.shape[1]].to(hidden.dtype)
         return hidden.flatten(0, 1).index_select(0, real_rows((frames + 1) // 2, hidden))
 
+    def who_sees(self, sizes: Int64Array, shared: SharedItemRows | None) -> tuple[Extents, ...]:
+        """Of a chunk all rows see each other. As of `contract`."""
+        chunks = self.segments(sizes)
+        lengths = (chunks.length + 1) // 2
+        return (item_extents(lengths, None if shared is None else _of_chunks(shared, chunks, lengths)),)
+
     def through(
         self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedItemRows | None = None
     ) -> Tensor:
         """The layers first ... stop - 1. shared: as of `enter`."""
-        chunks = self.segments(sizes.numpy())
-        lengths = (chunks.length + 1) // 2
-        extents = item_extents(lengths, None if shared is None else _of_chunks(shared, chunks, lengths))
+        [extents] = extents_of(self, sizes.numpy(), shared)
         for layer in self.blocks[first:stop]:
             hidden = layer(hidden, extents)
         return hidden

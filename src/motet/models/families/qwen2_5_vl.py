@@ -17,10 +17,11 @@ from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.item_segments import ItemSegments
 from motet.core.shapes import Transformer, merge, patches
-from motet.models.attention import PackedItems
+from motet.models.attention import Extents, PackedItems
 from motet.models.context_items import ContextItems, SharedItemRows
 from motet.models.contract import ImageRows
 from motet.models.exact import keep_float64
+from motet.models.extents import extents_of
 from motet.models.families.patches import MergedRows, PatchRows, embed_patches, frames_of, zero_image
 from motet.models.families.qwen2_vl import (
     PackedVisionAttention,
@@ -109,8 +110,7 @@ class _Qwen25VLBlocks(nn.Module):
         grids = frames_of(sizes.numpy())
         coordinates = patch_coordinates(grids, self.merge)[self._rows_here(grids, shared)[1]]
         rotation = patch_rotation(self.model.rotary_pos_emb.inv_freq, coordinates, hidden)
-        num_whole = 0 if shared is None else len(frames_of(sizes.numpy()[: shared.num_whole]))
-        images, windows = self._extents(grids, shared, num_whole)
+        images, windows = extents_of(self, sizes.numpy(), shared)
         for number in range(first, stop):
             seen = images if number in self.whole else windows
             hidden = self.blocks[number](hidden, cu_seqlens=seen, position_embeddings=rotation)
@@ -121,18 +121,16 @@ class _Qwen25VLBlocks(nn.Module):
         back = np.argsort(self._rows_here(frames_of(sizes.numpy()), shared)[0])
         return hidden[on_device(back, hidden.device)]
 
-    def _extents(
-        self, grids: Int64Array, shared: SharedItemRows | None, num_whole: int
-    ) -> tuple[PackedItems | ContextItems, PackedItems | ContextItems]:
-        """Who sees whom in the order of windows: of whole images or frames, and within windows.
+    def who_sees(self, sizes: Int64Array, shared: SharedItemRows | None) -> tuple[Extents, ...]:
+        """In the order of windows: of whole images or frames, and within windows. As of `contract`.
 
-        grids: of each of them. num_whole: the first of them, of which this rank has all rows. A window that ranks share
-        has its rows on them as the image has; windows that one rank has stay there.
+        A window that ranks share has its rows on them as the image has; windows that one rank has stay there.
         """
+        grids = frames_of(sizes)
         of_images, of_windows = np.prod(grids, axis=1), self.segments(grids).length
         if shared is None:
             return PackedItems.from_lengths(of_images), PackedItems.from_lengths(of_windows)
-        order = self._order(grids)
+        order, num_whole = self._order(grids), len(frames_of(sizes[: shared.num_whole]))
         images = shared.in_order(order, of_images, num_whole)
         windows = shared.in_order(order, of_windows, len(self.segments(grids[:num_whole]).length))
         return ContextItems(images, causal=False), ContextItems(windows, causal=False)

@@ -18,9 +18,10 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 from motet.core.arrays import Int64Array
 from motet.core.item_segments import ItemSegments
 from motet.core.shapes import Transformer, merge, patches
-from motet.models.attention import PackedItems
+from motet.models.attention import Extents, PackedItems
 from motet.models.context_items import ContextItems, SharedItemRows
 from motet.models.contract import ImageRows
+from motet.models.extents import extents_of
 from motet.models.families.patches import (
     MergedRows,
     PatchRows,
@@ -122,6 +123,10 @@ class _Qwen2VLBlocks(nn.Module):
         """The patch embedding."""
         return embed_patches(self.model.patch_embed.proj, values)
 
+    def who_sees(self, sizes: Int64Array, shared: SharedItemRows | None) -> tuple[Extents, ...]:
+        """Of a frame all patches see each other. As of `contract`."""
+        return (extents_of_frames(sizes, shared),)
+
     def through(
         self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedItemRows | None = None
     ) -> Tensor:
@@ -129,7 +134,7 @@ class _Qwen2VLBlocks(nn.Module):
         coordinates = patch_coordinates(frames_of(sizes.numpy()), self.merge)
         here = coordinates if shared is None else coordinates[shared.own]
         rotation = patch_rotation(self.model.rotary_pos_emb.inv_freq, here, hidden)
-        segments = extents_of_frames(sizes.numpy(), shared)
+        [segments] = extents_of(self, sizes.numpy(), shared)
         for block in self.blocks[first:stop]:
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotation)
         return hidden

@@ -15,8 +15,10 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 from motet.core.arrays import Int64Array
 from motet.core.item_segments import ItemSegments
 from motet.core.shapes import Transformer, merge, patches
+from motet.models.attention import Extents
 from motet.models.context_items import SharedItemRows
 from motet.models.contract import ImageRows
+from motet.models.extents import extents_of
 from motet.models.families.patches import (
     MergedRows,
     PatchRows,
@@ -106,6 +108,10 @@ class _Qwen3VLBlocks(nn.Module):
         rows, weights = (rows_here(on_device(each, embedded.device), shared) for each in (rows, weights))
         return embedded + (model.pos_embed(rows) * weights[:, :, None]).sum(1).to(embedded.dtype)
 
+    def who_sees(self, sizes: Int64Array, shared: SharedItemRows | None) -> tuple[Extents, ...]:
+        """Of a frame all patches see each other. As of `contract`."""
+        return (extents_of_frames(sizes, shared),)
+
     def through(
         self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedItemRows | None = None
     ) -> Tensor:
@@ -117,7 +123,7 @@ class _Qwen3VLBlocks(nn.Module):
         here = coordinates if shared is None else coordinates[shared.own]
         hidden, *inner = hidden.split(self.width, dim=1)
         rotation = patch_rotation(self.model.rotary_pos_emb.inv_freq, here, hidden)
-        segments = extents_of_frames(sizes.numpy(), shared)
+        [segments] = extents_of(self, sizes.numpy(), shared)
         for number, block in enumerate(self.blocks[first:stop], first):
             hidden = block(hidden, cu_seqlens=segments, position_embeddings=rotation)
             inner += [hidden] * (self.inner.count(number) if gives_output(block) else 0)

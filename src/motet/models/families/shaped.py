@@ -20,8 +20,9 @@ from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.shapes import Transformer, audio_encoder, vit
 from motet.core.spec import Module
-from motet.models.attention import PackedItems
+from motet.models.attention import Extents, PackedItems
 from motet.models.context_items import SharedItemRows
+from motet.models.extents import extents_of
 from motet.models.families.audio import AudioEncoder
 from motet.models.families.patches import add_class_rows, item_extents, rows_here, without_class_rows
 from motet.models.families.shaped_layer import LAYER_SCALE, ShapedLayer, shaped_norm
@@ -240,17 +241,23 @@ class ShapedVisionEncoder(nn.Module):
             class_row = class_row + model.positions.weight[0]
         return add_class_rows(hidden, class_row, counts, shared)
 
+    def who_sees(self, sizes: Int64Array, shared: SharedItemRows | None) -> tuple[Extents, ...]:
+        """Of an image all rows see each other. As of `contract`."""
+        here = None if shared is None else shared.with_class_rows(self.class_rows)
+        return (item_extents(sizes[:, 0] + self.class_rows, here),)
+
     def through(
         self, hidden: Tensor, sizes: Tensor, first: int, stop: int, shared: SharedItemRows | None = None
     ) -> Tensor:
         """The layers first ... stop - 1. shared: as of `enter`."""
         config, counts = self.model.config, sizes.numpy()[:, 0] + self.class_rows
+        [segments] = extents_of(self, sizes.numpy(), shared)
         shared = None if shared is None else shared.with_class_rows(self.class_rows)
         rotation = None
         if not config.num_positions:
             positions = rows_here(_within_items(counts), shared)
             rotation = shaped_rotation(on_device(positions, hidden.device), hidden, config.head_dim)
-        hidden, segments = hidden[None], item_extents(counts, shared)
+        hidden = hidden[None]
         for layer in self.blocks[first:stop]:
             hidden = layer(hidden, segments, rotation)
         return hidden[0]
