@@ -42,7 +42,7 @@ from motet.models.context_items import ContextItems, KeysHere, SharedMerge, Shar
 from motet.models.contract import Sequences, on_host
 from motet.models.exact import keep_float64
 from motet.models.experts import ROUTER_LOSS, use_routed_experts
-from motet.models.extents import rows_together
+from motet.models.extents import runs_together
 from motet.models.families.registry import backbone_family
 from motet.models.families.shaped import ShapedCausalLM
 from motet.models.families.supported import check_backbone
@@ -484,7 +484,7 @@ class Backbone(nn.Module):
 
         def made() -> PackedItems | TableItems | ContextItems:
             context = context_of(sequences)
-            together = rows_together(sequences if context is None else context.whole, self.bidirectional, self.prefix)
+            together = runs_together(sequences if context is None else context.whole, self.bidirectional, self.prefix)
             if context is not None:
                 return ContextItems(context, together, prefix=self.prefix, head_groups=context.head_groups)
             offsets = sequences.offsets.numpy().astype(np.int64)

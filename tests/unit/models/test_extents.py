@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from motet.models.backbone import Backbone
-from motet.models.extents import rows_together
+from motet.models.extents import runs_together
 
 
 def test_runs_end_with_their_document_and_text(tiny):
     packed = tiny.Packed.of([6, 4, 5], image=[1, 2, 5, 6, 7], audio=[3, 11, 12])
-    assert rows_together(packed, ("image", "audio"), False).tolist() == [[1, 4], [5, 6], [6, 8], [11, 13]]
-    assert rows_together(packed, ("audio",), False).tolist() == [[3, 4], [11, 13]]
-    for none in (rows_together(tiny.Packed.of([6, 4]), ("image",), False), rows_together(packed, (), False)):
+    assert runs_together(packed, ("image", "audio"), False).tolist() == [[1, 4], [5, 6], [6, 8], [11, 13]]
+    assert runs_together(packed, ("audio",), False).tolist() == [[3, 4], [11, 13]]
+    for none in (runs_together(tiny.Packed.of([6, 4]), ("image",), False), runs_together(packed, (), False)):
         assert none.shape == (0, 2)
 
 
@@ -20,8 +20,8 @@ def test_a_prefix_ends_at_the_first_target(tiny):
     packed = tiny.Packed.of([6, 0, 4, 3], image=[4, 5, 7])
     packed.targets[:] = False
     packed.targets[[0, 3, 6, 7 + 2]] = True
-    assert rows_together(packed, (), True).tolist() == [[0, 3], [6, 9], [10, 13]]
-    assert rows_together(packed, ("image",), True).tolist() == [[0, 3], [4, 6], [6, 9], [10, 13]]
+    assert runs_together(packed, (), True).tolist() == [[0, 3], [6, 9], [10, 13]]
+    assert runs_together(packed, ("image",), True).tolist() == [[0, 3], [4, 6], [6, 9], [10, 13]]
 
 
 @pytest.mark.parametrize("options", [{"bidirectional": ("image",)}, {"prefix": True}])
