@@ -27,6 +27,7 @@ from motet.core.plan import Plan
 from motet.core.workload import BACKBONE
 from motet.dispatch.exchange import exchange, exchange_rows
 from motet.dispatch.route import Route
+from motet.schedule.plan_units import cuts_sequences
 
 if TYPE_CHECKING:
     from motet.dispatch.batch import PackedSequences
@@ -93,7 +94,7 @@ class ContextPlace:
     def of(plan: Plan, c: int, config: ContextConfig = DEFAULT_CONTEXT, *, merges: bool = False) -> ContextPlace | None:
         """The place of a rank of the backbone's unit; None if no other rank shares its sequences in any step."""
         unit, model = plan.unit_of(BACKBONE), plan.model
-        if unit.cp == 1 and plan.balance != "split":
+        if unit.cp == 1 and not cuts_sequences(plan):
             return None
         sources, sinks = frozenset(model.sources(BACKBONE)), frozenset(model.generators)
         trained = frozenset(
