@@ -11,8 +11,8 @@ differ by which rows may go where:
   dominate their microbatch are dealt out over replicas and cut too, of encoders in the backbone's unit. Replicas wait
   for each other in such microbatches, so these come first. A Plan's `order` may deal microbatches out in the place of
   "joint" (`ordering.py`); the same sequences are cut. Where replicas of an encoder's unit with ranks of its own can
-  share items (`plan_units.cuts_over_replicas`), items are dealt out as by "per_phase", and those that dominate their
-  microbatch are cut over these replicas, each over as many as it needs.
+  share items (`plan_units.cuts_over_replicas`), items are dealt out as by "per_phase", and where those that dominate
+  their microbatch leave replicas uneven, they are cut over these, each over as many as it needs.
 - "per_phase", and "auto", which is the same as it is never slower: items of an encoder with ranks of its own go to any
   replica of its unit. They are even in each microbatch (OrchMLLM section 5). Microbatches are dealt out by the work of
   the modules on the backbone's ranks.
@@ -52,8 +52,8 @@ from motet.schedule.plan_units import (
 )
 
 EXCHANGED = 0.15
-"""What a microbatch in which sequences are cut takes beside its work, as a share of it, for exchanges and shorter
-kernels: about what `benchmarks/step_time.py --cut` measures."""
+"""What a microbatch in which sequences, or items, are cut takes beside its work, as a share of it, for exchanges and
+shorter kernels: about what `benchmarks/step_time.py --cut` measures."""
 
 
 def assign_balanced(plan: Plan, batch: BatchLengths, given: Batching) -> StepAssignment:
@@ -281,19 +281,19 @@ def _balanced(
 ) -> ModuleAssignment:
     """The items of each microbatch over all replicas of their unit, so that the largest load is small.
 
-    cut: the encoder, if replicas share items that are more than a replica's share of their microbatch; None: they do
-         not.
+    cut: the encoder, if replicas share items that are more than a replica's share of their microbatch, where that is
+         faster with what they exchange; None: they do not.
     """
     replica, num, parts = items.replica.copy(), items.num_replicas, []
     for microbatch in range(num_microbatches):
         inside = np.flatnonzero(items.microbatch == microbatch)
-        if cut is None or work[inside].max(initial=0) * num <= FULLEST * work[inside].sum():
-            replica[inside] = assign(work[inside], num, cost).ranks
-            continue
-        shares = _cut_items(items, inside, work, cut)
-        replica[inside] = shares.ranks
-        if shares.cuts is not None:
-            parts.append((shares.cuts, inside, 0))
+        whole = assign(work[inside], num, cost)
+        replica[inside] = whole.ranks
+        if cut is not None and whole.loads.max() * num > (1 + EXCHANGED) * work[inside].sum():
+            shares = _cut_items(items, inside, work, cut)
+            replica[inside] = shares.ranks
+            if shares.cuts is not None:
+                parts.append((shares.cuts, inside, 0))
     group = replica.astype(np.int64) * num_microbatches + items.microbatch
     cuts = joined_cuts(parts, np.arange(len(replica)))
     return replace(items, replica=replica, ordered=partial(positions_in, group, items.example), cuts=cuts)
