@@ -330,8 +330,8 @@ def _check_split(plan: Plan) -> None:
             )
     if unit.dp == 1 and not joins_all_replicas(plan):
         raise UserError(
-            f"{cuts}, and items over those of an encoder's unit with ranks of its own; unit {unit.name!r} has one, and "
-            "no other unit has several that can share items; dp must be 2 or more."
+            f"{cuts}, and items over those of encoders on ranks of their own; unit {unit.name!r} has one replica, and "
+            "no encoder's unit has several that can share items; dp of one must be 2 or more."
         )
 
 
