@@ -55,7 +55,7 @@ def refused(job, tmp_path, monkeypatch, capsys):
         (
             ["balance.split=auto"],
             {},
-            "decides; remove it; a plan with stages cuts long sequences over replicas by balance 'split', as",
+            "decides; remove it; a plan with stages cuts long sequences, and items of encoders on",
         ),
         (["balance.method=split"], {}, "sets balance.method, which the plan /plan.json decides; remove it; a plan"),
         (["run.batch_size=12"], {}, "is for run.batch_size = 6, and the recipe has 12; plan anew: motet plan RECIPE"),

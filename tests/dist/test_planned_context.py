@@ -117,6 +117,30 @@ def test_a_step_that_cuts_sequences_says_what_that_gains(tmp_path, stages, order
     assert said["gained_s"] == pytest.approx(sum(step["balance"]["cut"]["gained_s"] for step in cut))
 
 
+@pytest.mark.slow
+def test_replicas_of_encoders_that_share_items_train_as_one_process_does(
+    job, alone_in_pairs, tmp_path, monkeypatch, capsys
+):
+    """Beside a backbone of one replica. A step says what it cut, and what that gains."""
+    units = Unit("encoders", ({"image": 2, "audio": 2},), dp=2), Unit("llm", ({"backbone": 3},), first_rank=2)
+    plan = replace(shared(job), units=units, balance="split", batch_size=2)
+    where = replace(plan.cluster, device=replace(plan.cluster.device, name="cpu"), ranks_per_node=3)
+    run_dir = run_planned(job, tmp_path, replace(plan, cluster=where), "run.batch_size=2", "checkpoint.every_steps=0")
+    assert losses(run_dir) == pytest.approx(losses(alone_in_pairs), rel=1e-10)
+    steps = metrics(run_dir)
+    cut = [step for step in steps if step["balance"]["cut"] is not None]
+    assert cut and all(step["bytes"]["exchange"] > 0 for step in cut)
+    for step in cut:
+        gained_s = step["balance"]["cut"]["gained_s"]
+        assert step["balance"]["cut"]["sequences"] == 0 and gained_s and abs(gained_s) < step["predicted_s"]
+        assert {item["module"] for item in step["cuts"]} <= {"image", "audio"}
+        assert all(item["ranks"] == 2 and item["gain_s"] == gained_s for item in step["cuts"])
+    found = traced(run_dir)
+    for rank in range(3):
+        expected = row_of(tmp_path / "plan.json", job, rank, monkeypatch, capsys)
+        assert all([name for name, _, _ in found[rank, step]] == expected for step in range(8))
+
+
 def test_what_replicas_that_share_sequences_cannot_do_is_refused(job):
     model, plan = build_hf_model(), replace(shared(job, dp=2), balance="split")
     plan = replace(plan, units=(replace(plan.units[0], cp=1),))

@@ -24,6 +24,7 @@ from motet.core.errors import UserError
 from motet.core.plan import Plan, Unit
 from motet.planning.trainable import obstacle
 from motet.schedule import planned, validate
+from motet.schedule.plan_units import joins_all_replicas
 from motet.train.optimizers import OPTIMIZERS
 from parity.cut_steps import Cut, drawn_cut, smaller_cuts
 from parity.data_parallel_plans import recipe_of_case
@@ -154,11 +155,15 @@ def draw(seed: int, number: int) -> DrawnCase:
 
 
 def _with_long_sequences(case: PlannedCase) -> PlannedCase:
-    """The case, with sequences that are too long for a replica where its Plan or the one behind it may cut them."""
-    then = case.then
-    if "split" not in (case.balance, then and then.balance):
+    """The case, with sequences, and items, that are too long for a replica where its Plan or the one behind it may cut
+    them."""
+    cutting = [one for one in (case, case.then) if one and one.balance == "split"]
+    if not cutting:
         return case
-    return replace(case, has_long=True, then=then and replace(then, has_long=True))
+    longer = {"has_long": True}
+    if any(joins_all_replicas(one.plan()) for one in cutting):
+        longer["has_large"] = True
+    return replace(case, **longer, then=case.then and replace(case.then, **longer))
 
 
 def _another(case: PlannedCase, mixture: dict[str, object], numbers: tuple[int, ...]) -> PlannedCase:
@@ -202,9 +207,11 @@ def _drawn_case(
 
 
 def _with_cut_sequences(rng: np.random.Generator, case: PlannedCase) -> PlannedCase:
-    """A third of the cases that may cut sequences over replicas of the backbone do."""
+    """A third of the cases that may cut sequences over replicas of the backbone, or items over those of encoders on
+    ranks of their own, do."""
     backbone = next(unit for unit in case.units if "backbone" in unit.modules)
-    if backbone.dp == 1 or rng.random() >= 1 / 3:
+    beside = [unit for unit in case.units if unit.first_rank != backbone.first_rank]
+    if all(unit.dp == 1 for unit in (backbone, *beside)) or rng.random() >= 1 / 3:
         return case
     cut = replace(case, balance="split")
     return next((one for one in (cut, replace(cut, filling="static")) if not obstacle_of(one)), case)

@@ -9,7 +9,7 @@ import pytest
 
 from benchmark import benchmark
 from motet.assign import planned_step
-from motet.assign.item_shares import joined_cuts
+from motet.assign.dealt_items import dealt_items
 from motet.planning.plan_first import plan_first
 from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
@@ -49,14 +49,14 @@ def trained_by_example(rank, num_ranks, recipe, folder):
 
     found = []
 
-    def seen(parts, position):
-        found.append(joined_cuts(parts, position))
+    def seen(*arguments):
+        found.append(dealt_items(*arguments))
         return found[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planned_step, "joined_cuts", seen)
+        patch.setattr(planned_step, "dealt_items", seen)
         train(read, plan=plan)
-    return any(cuts is not None for cuts in found)
+    return any(len(dealt.item) for dealt in found)
 
 
 def trained_in_replicas(rank, num_ranks, recipe, folder):
@@ -73,6 +73,25 @@ def trained_in_replicas(rank, num_ranks, recipe, folder):
     train(read, plan=plan)
     lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
     return sum(line["balance"]["cut"]["sequences"] for line in lines if line["balance"]["cut"])
+
+
+def trained_beside(rank, num_ranks, recipe, folder):
+    """Train a recipe under a Plan whose encoders have two replicas on ranks of their own, which share items. Returns
+    how many were cut.
+    """
+    encoders = load_recipe(Path(recipe), RUN).modules.encoders
+    degrees = ["parallel.backbone.dp=1", *(f"parallel.{name}.dp=2" for name in encoders)]
+    overrides = [*RUN, *degrees, f"run.dir={folder}"]
+    read = load_recipe(Path(recipe), overrides)
+
+    def plan(world, say):
+        planned, chosen = plan_first(read, Path(recipe), overrides, world, say)
+        options = {"balance": "split", "order": "given", "microbatch_caps": {}, "microbatch_size": 2}
+        return planned, replace(chosen, plan=replace(chosen.plan, **options))
+
+    train(read, plan=plan)
+    lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
+    return sum(len(line["cuts"]) for line in lines)
 
 
 def figures(folder):
@@ -156,6 +175,20 @@ def test_items_that_ranks_share_are_one_process(family, tmp_path):
     recipe = str(tmp_path / "job" / "recipe.toml")
     run_ranks(trained, 1, recipe, {str(tmp_path / "alone"): ["run.batch_size=4"]})
     assert run_ranks(trained_by_example, 2, recipe, str(tmp_path / "shared")) == [True] * 2
+    for found, expected in zip(figures(tmp_path / "shared"), figures(tmp_path / "alone"), strict=True):
+        assert found == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "num_ranks"), [("qwen2_5_vl", 3), ("qwen3_vl", 3), ("smolvlm", 3), ("qwen2_5_omni", 5)]
+)
+def test_items_that_replicas_of_their_own_share_are_one_process(family, num_ranks, tmp_path):
+    """Windows; grids, and rows that enter again; videos of tiles; two towers, each with replicas of its own."""
+    whole_models.write_job(tmp_path / "job", family)
+    recipe = str(tmp_path / "job" / "recipe.toml")
+    run_ranks(trained, 1, recipe, {str(tmp_path / "alone"): []})
+    assert run_ranks(trained_beside, num_ranks, recipe, str(tmp_path / "shared"))[0] > 0
     for found, expected in zip(figures(tmp_path / "shared"), figures(tmp_path / "alone"), strict=True):
         assert found == pytest.approx(expected, rel=1e-10)
 

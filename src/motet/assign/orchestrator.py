@@ -69,7 +69,8 @@ class Decision:
     cuts:        the sequences that several ranks share, which `assignments` have on the rank with most of their rows;
                  None: all are whole.
     item_cuts:   encoder -> the same of its items, where some are shared.
-    sharing:     encoder -> how many ranks, one after the other, share its items; left out: all ranks do.
+    sharing:     encoder -> how many ranks, one after the other, share its items; left out: all ranks do, and so they do
+                 where some item is on more ranks (`is_over_all`).
     cut_rows:    encoder -> between which rows its items are cut; left out: those that they become.
     merges:      whether the rank with most of a sequence's rows merges it whole, by a merge of the user's own.
     sight:       what rows of sequences see, by which the rows of shared ones are dealt out.
@@ -106,6 +107,11 @@ class Decision:
     def cuts_of(self, phase: str) -> ItemCuts | None:
         """The items of a phase that several ranks share; None: all are whole."""
         return self.cuts if phase == BACKBONE else self.item_cuts.get(phase)
+
+    def is_over_all(self, phase: str) -> bool:
+        """Whether all ranks of a phase share its items where any do: some item is on more of them than `sharing`."""
+        cuts, num_ranks = self.cuts_of(phase), self.sharing.get(phase)
+        return num_ranks is None or (cuts is not None and bool(cuts.is_across(num_ranks).any()))
 
     @property
     def shares_items(self) -> bool:

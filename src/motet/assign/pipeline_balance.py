@@ -10,7 +10,9 @@ differ by which rows may go where:
   groups they were in. Encoders' items follow the largest fragment of their sequence; those of cut sequences that
   dominate their microbatch are dealt out over replicas and cut too, of encoders in the backbone's unit. Replicas wait
   for each other in such microbatches, so these come first. A Plan's `order` may deal microbatches out in the place of
-  "joint" (`ordering.py`); the same sequences are cut.
+  "joint" (`ordering.py`); the same sequences are cut. Where replicas of an encoder's unit with ranks of its own can
+  share items (`plan_units.cuts_over_replicas`), items are dealt out as by "per_phase", and where those that dominate
+  their microbatch leave replicas uneven, they are cut over these, each over as many as it needs.
 - "per_phase", and "auto", which is the same as it is never slower: items of an encoder with ranks of its own go to any
   replica of its unit. They are even in each microbatch (OrchMLLM section 5). Microbatches are dealt out by the work of
   the modules on the backbone's ranks.
@@ -27,7 +29,7 @@ from functools import partial
 import numpy as np
 
 from motet.assign.balancing import policies_of
-from motet.assign.item_shares import FULLEST, item_shares, joined_cuts
+from motet.assign.item_shares import FULLEST, ItemShares, item_shares, joined_cuts
 from motet.assign.pipeline import Batching, assign_batching, positions_in
 from motet.assign.step import ModuleAssignment, StepAssignment
 from motet.balance import Cost, assign
@@ -41,6 +43,8 @@ from motet.cost.operations import Operations
 from motet.schedule.plan_units import (
     backbone_unit,
     cuts_beside_sequences,
+    cuts_over_replicas,
+    cuts_sequences,
     joins_all_replicas,
     on_backbone_ranks,
     recomputed_in,
@@ -48,8 +52,8 @@ from motet.schedule.plan_units import (
 )
 
 EXCHANGED = 0.15
-"""What a microbatch in which sequences are cut takes beside its work, as a share of it, for exchanges and shorter
-kernels: about what `benchmarks/step_time.py --cut` measures."""
+"""What a microbatch in which sequences, or items, are cut takes beside its work, as a share of it, for exchanges and
+shorter kernels: about what `benchmarks/step_time.py --cut` measures."""
 
 
 def assign_balanced(plan: Plan, batch: BatchLengths, given: Batching) -> StepAssignment:
@@ -57,22 +61,39 @@ def assign_balanced(plan: Plan, batch: BatchLengths, given: Batching) -> StepAss
 
     Raises UserError as `policies_of` does. O(items log items), and `assign` for each encoder and microbatch.
     """
-    policies = policies_of(plan.model, plan.policy)
+    policies_of(plan.model, plan.policy)
     work = item_work(plan, batch)
     if plan.balance == "split":
         dealt, cut = dealt_with_cuts(plan, batch, given, work)
         return assign_cut(plan, batch, dealt, work, cut)
-    names = [module.name for module in plan.model.modules]
-    shared = [name for name in names if joins_all_replicas(plan) and shares_items(plan, name)]
-    here = on_backbone_ranks(plan)
-    dealt_by = names if not shared else [name for name in names if name in here]
-    step = assign_batching(plan, batch, dealt_evenly(plan, batch, given, {name: work[name] for name in dealt_by}))
-    balanced = {
-        name: _balanced(step.modules[name], step.num_microbatches, work[name], cost_of(policies[name]))
-        for name in shared
-    }
-    modules = {name: balanced.get(name, step.modules[name]) for name in names}
+    step = assign_batching(plan, batch, dealt_evenly(plan, batch, given, _dealt_by(plan, work)))
+    modules = step.modules | _over_replicas(plan, step, work)
     return replace(step, modules=modules, methods=_methods(plan, step))
+
+
+def _dealt_by(plan: Plan, work: Mapping[str, Int64Array]) -> Mapping[str, Int64Array]:
+    """The work by which microbatches are dealt out over replicas of the backbone: that of all modules, or of those on
+    its ranks where items of the others go to any replica of their unit. work: as of `item_work`.
+    """
+    if not _shared_modules(plan):
+        return work
+    here = on_backbone_ranks(plan)
+    return {name: of_items for name, of_items in work.items() if name in here}
+
+
+def _shared_modules(plan: Plan) -> list[str]:
+    """The modules whose items go to any replica of their unit."""
+    names = [module.name for module in plan.model.modules]
+    return [name for name in names if joins_all_replicas(plan) and shares_items(plan, name)]
+
+
+def _over_replicas(plan: Plan, step: StepAssignment, work: Mapping[str, Int64Array]) -> dict[str, ModuleAssignment]:
+    """The items of such modules over all replicas of their unit, some of them cut where the Plan cuts."""
+    policies, balanced = policies_of(plan.model, plan.policy), {}
+    for name in _shared_modules(plan):
+        of_plan = step.modules[name], step.num_microbatches, work[name], cost_of(policies[name])
+        balanced[name] = _balanced(*of_plan, plan.model.module(name) if cuts_over_replicas(plan, name) else None)
+    return balanced
 
 
 def item_work(plan: Plan, batch: BatchLengths) -> dict[str, Int64Array]:
@@ -95,6 +116,7 @@ def assign_cut(
     if cuts is not None:
         for name in (name for name in modules if cuts_beside_sequences(plan, name)):
             modules[name] = _with_cut_items(modules[name], plan.model.module(name), cuts.items, work[name])
+    modules |= _over_replicas(plan, step, work)
     return replace(step, modules=modules, methods=_methods(plan, step))
 
 
@@ -110,13 +132,18 @@ def _with_cut_items(items: ModuleAssignment, module: Module, cut: Int64Array, wo
         own = inside[np.isin(items.example[inside], cut)]
         if work[own].max() * num <= FULLEST * work[inside].sum():
             continue
-        rows = module.cut_rows.num_rows(items.num_tokens[own], items.length[own])
-        shares = item_shares(work[own], rows, num, can_cut=True, tile_rows=module.tile_rows)
+        shares = _cut_items(items, own, work, module)
         replica[own] = shares.ranks
         position[inside] = positions_in(replica[inside].astype(np.int64), items.example[inside])
         if shares.cuts is not None:
             parts.append((shares.cuts, own, 0))
     return replace(items, replica=replica, ordered=position, cuts=joined_cuts(parts, position))
+
+
+def _cut_items(items: ModuleAssignment, own: Int64Array, work: Int64Array, module: Module) -> ItemShares:
+    """Some items of an encoder on all replicas, which share those that dominate. own: int64 [n]. work: of all items."""
+    rows = module.cut_rows.num_rows(items.num_tokens[own], items.length[own])
+    return item_shares(work[own], rows, items.num_replicas, can_cut=True, tile_rows=module.tile_rows)
 
 
 def _methods(plan: Plan, step: StepAssignment) -> tuple[str, ...]:
@@ -144,9 +171,9 @@ def dealt_with_cuts(
 
     work: as of `item_work`.
     """
-    groups, sequences = _Groups.of(plan, batch, given, work), work[BACKBONE]
+    groups, sequences = _Groups.of(plan, batch, given, _dealt_by(plan, work)), work[BACKBONE]
     longest = np.argsort(-sequences, kind="stable")
-    num_long = int((sequences > groups.size * sequences.mean()).sum())
+    num_long = int((sequences > groups.size * sequences.mean()).sum()) if cuts_sequences(plan) else 0
     found: list[tuple[float, Int64Array, Int64Array]] = []
     for num_cut in _numbers_to_try(min(num_long, groups.num_microbatches)):
         is_shared = np.zeros(len(groups.loads), dtype=bool)
@@ -249,11 +276,24 @@ def _cut(
     return Batching(dealt.microbatch, index), joined_cuts(parts, np.arange(batch.num_examples))
 
 
-def _balanced(items: ModuleAssignment, num_microbatches: int, work: Int64Array, cost: Cost) -> ModuleAssignment:
-    """The items of each microbatch over all replicas of their unit, so that the largest load is small."""
-    replica = items.replica.copy()
+def _balanced(
+    items: ModuleAssignment, num_microbatches: int, work: Int64Array, cost: Cost, cut: Module | None
+) -> ModuleAssignment:
+    """The items of each microbatch over all replicas of their unit, so that the largest load is small.
+
+    cut: the encoder, if replicas share items that are more than a replica's share of their microbatch, where that is
+         faster with what they exchange; None: they do not.
+    """
+    replica, num, parts = items.replica.copy(), items.num_replicas, []
     for microbatch in range(num_microbatches):
         inside = np.flatnonzero(items.microbatch == microbatch)
-        replica[inside] = assign(work[inside], items.num_replicas, cost).ranks
+        whole = assign(work[inside], num, cost)
+        replica[inside] = whole.ranks
+        if cut is not None and whole.loads.max() * num > (1 + EXCHANGED) * work[inside].sum():
+            shares = _cut_items(items, inside, work, cut)
+            replica[inside] = shares.ranks
+            if shares.cuts is not None:
+                parts.append((shares.cuts, inside, 0))
     group = replica.astype(np.int64) * num_microbatches + items.microbatch
-    return replace(items, replica=replica, ordered=partial(positions_in, group, items.example))
+    cuts = joined_cuts(parts, np.arange(len(replica)))
+    return replace(items, replica=replica, ordered=partial(positions_in, group, items.example), cuts=cuts)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from motet.assign.item_shares import item_shares, joined_cuts
+from motet.assign.dealt_items import dealt_items
 from motet.assign.orchestrator import Decision, joined_decisions, with_cut_loads
 from motet.assign.ordering import StepSeconds
 from motet.assign.plan import assign_step
@@ -50,7 +50,12 @@ def microbatches_of(
     plan: Plan, step: StepAssignment, program: PlannedProgram | None = None
 ) -> tuple[DecidedMicrobatch, ...]:
     """What training loads of a step that `assign_step` has assigned."""
-    microbatch = step.modules[BACKBONE].microbatch
+    microbatch, modules = step.modules[BACKBONE].microbatch, dict(step.modules)
+    for name, items in step.modules.items():
+        unit = plan.unit_of(name)
+        if name != BACKBONE and (num_ranks := sharing_ranks(plan, unit)) > 1:
+            modules[name] = _on_ranks(items, plan.model.module(name), num_ranks, unit.cp)
+    step = replace(step, modules=modules)
     return tuple(
         _decided(plan, step, program, number, np.flatnonzero(microbatch == number))
         for number in range(step.num_microbatches)
@@ -85,20 +90,27 @@ def by_replica(plan: Plan, step: StepAssignment) -> StepAssignment:
     return replace(step, modules=modules)
 
 
+def _on_ranks(items: ModuleAssignment, module: Module, num_ranks: int, cp: int) -> ModuleAssignment:
+    """The items of an encoder by the ranks of its replicas, of which each has so many."""
+    dealt = dealt_items(items, module, num_ranks, cp)
+    replica, cuts = dealt.ranks.astype(np.int32), dealt.cuts(items.position)
+    return replace(items, replica=replica, num_replicas=items.num_replicas * num_ranks, cuts=cuts)
+
+
 def _decided(
     plan: Plan, step: StepAssignment, program: PlannedProgram | None, microbatch: int, examples: Int64Array
 ) -> DecidedMicrobatch:
-    """One microbatch of a step. examples: int64 [n], its examples, ascending."""
+    """One microbatch of a step, whose items are by rank. examples: int64 [n], its examples, ascending."""
     lengths = step.batch.take(examples)
     costs = PhaseCosts(dict.fromkeys(step.modules, Packed()), LengthWork())
     work = costs.work(lengths)
     assignments, sharing = {}, {}
     item_cuts: dict[str, ItemCuts] = {}
     for name, items in step.modules.items():
-        num_ranks, cp, module = 1, 1, plan.model.module(name)
-        if name != BACKBONE and (num_ranks := sharing_ranks(plan, unit := plan.unit_of(name))) > 1:
-            sharing[name] = cp = unit.cp
-        assignments[name], cuts = _assignment(items, microbatch, work[name], num_ranks, cp, module)
+        unit = plan.unit_of(name)
+        if name != BACKBONE and sharing_ranks(plan, unit) > 1:
+            sharing[name] = unit.cp
+        assignments[name], cuts = _assignment(items, microbatch, work[name])
         if cuts is not None:
             item_cuts[name] = cuts
     method = step.methods[microbatch] if step.methods else "off"
@@ -118,28 +130,11 @@ def _decided(
     return DecidedMicrobatch(examples, lengths, decision)
 
 
-def _assignment(
-    items: ModuleAssignment, microbatch: int, work: Int64Array, num_ranks: int, cp: int, module: Module
-) -> tuple[Assignment, ItemCuts | None]:
-    """Who computes the items of one microbatch, and which of them ranks share.
-
-    work: int64 [items of the microbatch]. num_ranks: ranks that deal out those of a replica, in groups of cp. module:
-    whose items they are.
-    """
+def _assignment(items: ModuleAssignment, microbatch: int, work: Int64Array) -> tuple[Assignment, ItemCuts | None]:
+    """Who computes the items of one microbatch, and which of them ranks share. work: int64 [its items]."""
     inside = np.flatnonzero(items.microbatch == microbatch)
-    ranks, parts = items.replica[inside].astype(np.int64) * num_ranks, []
-    for first in np.unique(ranks).tolist() if num_ranks > 1 else ():
-        own = np.flatnonzero(ranks == first)
-        here, tile_rows, num_groups = inside[own], module.tile_rows, num_ranks // cp
-        rows = module.cut_rows.num_rows(items.num_tokens[here], items.length[here])
-        shares = item_shares(work[own], rows, cp, can_cut=module.shareable, tile_rows=tile_rows, num_groups=num_groups)
-        ranks[own] += shares.ranks
-        if shares.cuts is not None:
-            parts.append((shares.cuts, own, first))
-    placed = score(ranks, work, items.num_replicas * num_ranks, Packed())
+    ranks = items.replica[inside].astype(np.int64)
+    placed = score(ranks, work, items.num_replicas, Packed())
     placed = replace(placed, items=np.lexsort((items.position[inside], ranks)))
-    if items.cuts is not None:  # Of sequences, which the step has cut.
-        cuts = items.cuts.keep(items.microbatch == microbatch)
-    else:
-        cuts = joined_cuts(parts, items.position[inside])
+    cuts = items.cuts and items.cuts.keep(items.microbatch == microbatch)
     return placed if cuts is None else with_cut_loads(placed, cuts, work), cuts

@@ -238,10 +238,11 @@ def sent_shares(assignment: StepAssignment, name: str, taker: str, receiver: int
     taken_in = np.full(assignment.batch.num_examples, -1)
     received = taken.replica % receivers == receiver
     taken_in[taken.example[received]] = taken.replica[received] // receivers
-    goes = taken_in[items.example] == items.replica // senders
+    parts = items.parts
+    cell = parts.replica.astype(np.int64) * count + items.microbatch[parts.item]
+    goes = taken_in[items.example[parts.item]] == parts.replica // senders
     sent, whole = (
-        np.bincount(items.batch_index(count)[these], items.num_tokens[these], items.num_replicas * count)
-        for these in (goes, slice(None))
+        np.bincount(cell[these], parts.num_rows[these], items.num_replicas * count) for these in (goes, slice(None))
     )
     shares: Float64Array = (sent / np.maximum(whole, 1)).reshape(items.num_replicas, count)
     return shares

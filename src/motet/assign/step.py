@@ -159,11 +159,12 @@ class ModuleAssignment:
     def is_shared(self, replica: int, microbatch: int, num_sharing: int) -> bool:
         """Whether a replica shares an item of a microbatch, or one of those does that share items with it.
 
-        num_sharing: how many replicas, one after the other, share items.
+        num_sharing: how many replicas, one after the other, share items; all do where some item is on more of them.
         """
         if self.cuts is None:
             return False
         is_near = self.cuts.rank // num_sharing == replica // num_sharing
+        is_near |= self.cuts.is_across(num_sharing)
         return bool((is_near & (self.microbatch[self.cuts.item] == microbatch)).any())
 
     def batch_index(self, num_microbatches: int) -> Int64Array:

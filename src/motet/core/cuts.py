@@ -140,6 +140,18 @@ class ItemCuts:
         """Those of some items that are not cut, in their order, int64 [n]. items: int64 [num_items]."""
         return items[~np.isin(items, self.items)]
 
+    def is_across(self, num_ranks: int) -> BoolArray:
+        """Whether the item of each fragment is on ranks of several groups of so many, one after the other, bool.
+
+        Example:
+            >>> cuts = ItemCuts(*(np.array(x) for x in ([4, 4], [2, 3], [0, 1], [1, 4], [4, 4])))
+            >>> cuts.is_across(1).tolist(), cuts.is_across(2).tolist()
+            ([True, True], [False, False])
+        """
+        group, begins = self.rank // num_ranks, np.flatnonzero(self.begin == 0)
+        is_same = np.logical_and.reduceat(group == np.repeat(group[begins], np.diff(begins, append=len(group))), begins)
+        return np.repeat(~is_same, np.diff(begins, append=len(group)))
+
     def on_rank(self, rank: int) -> Int64Array:
         """The items of which a rank has a fragment, in their order, int64 [n]."""
         own: Int64Array = self.item[self.rank == rank]

@@ -174,8 +174,9 @@ class Plan:
     balance:         the balancing method: "off", "joint", "per_phase" or "auto". Under "data_parallel" it is of
                      colocated phases; in a pipeline of whole microbatches, and of items of encoders with ranks of their
                      own (assign/pipeline_balance.py). "split" also cuts sequences that are too long for one replica of
-                     the backbone over several: under "data_parallel" where that is predicted to be faster than "auto".
-                     In a pipeline it alone may stand beside an `order`.
+                     the backbone over several, and items of encoders with ranks of their own over replicas of their
+                     unit: under "data_parallel" where that is predicted to be faster than "auto". In a pipeline it
+                     alone may stand beside an `order`.
     policy:          phases that are balanced as if they were computed otherwise than they are, and how: an ablation
                      (OrchMLLM section 8.3). What is computed stays the same.
     fills:           the encoders' work in bubbles. A fill names a microbatch by its number in the step.

@@ -370,11 +370,11 @@ class RankBatch:
         """The same batch, whose sequences and items the ranks of a group share, where other ranks share any.
 
         group_of: phase -> the ranks that share its items, and of the backbone sequences.
-        of_cuts:  those that share sequences where some are cut, if these are others.
+        of_cuts:  those that share sequences, or items, where some are cut over replicas, if these are others.
         """
         context, sequences = self.sequences.context, self.sequences
         groups = {
-            phase: group_of(phase) if phase in self.decision.sharing else of_cuts or group_of(phase)
+            phase: of_cuts or group_of(phase) if self.decision.is_over_all(phase) else group_of(phase)
             for phase in self.shared
         }
         is_cut = of_cuts is not None and self.decision.cuts is not None

@@ -28,6 +28,7 @@ from motet.core.sight import CAUSAL, Sight
 from motet.core.workload import BACKBONE
 from motet.dispatch.exchange import exchange, exchange_rows
 from motet.dispatch.route import Route
+from motet.schedule.plan_units import cuts_sequences
 
 if TYPE_CHECKING:
     from motet.dispatch.batch import PackedSequences
@@ -106,7 +107,7 @@ class ContextPlace:
         sight: None: as the Plan's model says, of which no rows see any behind them.
         """
         unit, model = plan.unit_of(BACKBONE), plan.model
-        if unit.cp == 1 and plan.balance != "split":
+        if unit.cp == 1 and not cuts_sequences(plan):
             return None
         sources, sinks = frozenset(model.sources(BACKBONE)), frozenset(model.generators)
         trained = frozenset(

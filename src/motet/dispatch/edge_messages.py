@@ -22,7 +22,6 @@ from motet.core.workload import BACKBONE
 from motet.dispatch.batch import RankBatch
 from motet.schedule import PlannedProgram
 from motet.schedule.coordinates import Shares, sender_of
-from motet.schedule.plan_units import cuts_beside_sequences
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,9 +90,7 @@ def message_parts(
             if name in model.generators:  # Its conditions are of as many rows as the backbone gives of each item.
                 num_sent = module.num_carried(stop, items.length[computed], items.num_tokens[computed])
             else:
-                is_over_replicas = cuts_beside_sequences(layout.plan, name)
-                num_sharing = items.num_replicas if is_over_replicas else layout.plan.unit_of(name).cp
-                is_shared = items.is_shared(replica, microbatch, num_sharing)
+                is_shared = items.is_shared(replica, microbatch, layout.plan.unit_of(name).cp)
                 num_sent = _num_rows(module, stop, layer, items, computed, is_shared)
         else:  # What the backbone gives a generator, whose replicas are not the backbone's.
             dealing = Dealing.of(layout.plan, name, shares and shares[0])

@@ -114,7 +114,8 @@ def shared_items(decision: Decision, phase: str, items: ItemLengths, rank: int) 
 
     items: all of the phase.
     """
-    cuts, num_ranks = decision.cuts_of(phase), decision.sharing.get(phase, decision.backbone.num_ranks)
+    cuts = decision.cuts_of(phase)
+    num_ranks = decision.assignments[phase].num_ranks if decision.is_over_all(phase) else decision.sharing[phase]
     first = rank // num_ranks * num_ranks
     if cuts is None or not (cuts.rank // num_ranks * num_ranks == first).any():
         return None

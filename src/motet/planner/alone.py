@@ -21,7 +21,15 @@ from motet.core.workload import BACKBONE, BatchLengths
 from motet.cost.flops import work_of_items
 from motet.cost.memory import LayerBytes, StageLayer, plan_precision, stage_layers, stage_memory, taken_bytes
 from motet.schedule import PlannedStage, planned
-from motet.schedule.plan_units import cuts_beside_sequences, moves_items, on_backbone_ranks, sharing_ranks
+from motet.schedule.plan_units import (
+    cuts_beside_sequences,
+    cuts_over_replicas,
+    joins_all_replicas,
+    moves_items,
+    on_backbone_ranks,
+    shares_items,
+    sharing_ranks,
+)
 from motet.simulate.predict.memory import MAX_LOGITS
 from motet.simulate.predict.tied import tied_apart, untied
 
@@ -118,7 +126,8 @@ def on_ranks(plan: Plan) -> Iterator[list[PlannedStage]]:
 
 def _is_together(plan: Plan, unit: Unit) -> bool:
     """Whether all items of an example are on one rank, or on the ranks of one replica."""
-    return not moves_items(plan) and unit.dp <= plan.unit_of(BACKBONE).dp
+    moves = moves_items(plan) or (joins_all_replicas(plan) and any(shares_items(plan, name) for name in unit.modules))
+    return not moves and unit.dp <= plan.unit_of(BACKBONE).dp
 
 
 class _Rows:
@@ -192,7 +201,7 @@ class _Rows:
         if name != BACKBONE:
             whole, others = self._known[name, layer], np.zeros(len(own))
             np.maximum.at(others, self._lengths.of(name).example, whole - self._fragment(name, whole, cp))
-            others = others * self._is_cut(name, stage) if unit.cp > 1 else others
+            others = others * self._is_cut(name, stage) if self._num_cutting(name, stage) > 1 else others
         seen = np.minimum(others, attention.window) if attention.window else others
         heads, kv_heads = attention.num_heads // unit.tp, max(attention.num_kv_heads // unit.tp, 1)
         exchange = self._exchange if name == BACKBONE else "group_cast"
@@ -200,15 +209,19 @@ class _Rows:
         return copied * (attention.kv_width / unit.tp / kv_heads)
 
     def _is_cut(self, name: str, stage: PlannedStage) -> BoolArray:
-        """Whether one item of an encoder is more than a context-parallel rank's share of all, bool [num_examples]."""
+        """Whether one item of an encoder is more than the share of a rank that can have some, bool [num_examples]."""
         items, longest = self._lengths.of(name), np.zeros(self._lengths.num_examples)
         np.maximum.at(longest, items.example, items.length)
-        return longest * stage.unit.cp > FULLEST * np.bincount(items.example, items.length, len(longest))
+        return longest * self._num_cutting(name, stage) > FULLEST * np.bincount(
+            items.example, items.length, len(longest)
+        )
 
     def _num_sharing(self, name: str, stage: PlannedStage) -> int:
         """The ranks that share an item of a module."""
         return max(self._num_cutting(name, stage), self._shared_by.get(name, 1))
 
     def _num_cutting(self, name: str, stage: PlannedStage) -> int:
-        """Of these, the context-parallel ones."""
-        return stage.unit.cp if name == BACKBONE or self._plan.model.module(name).shareable else 1
+        """Of these, those that do whatever is beside it: context-parallel ones, and replicas of an encoder's unit."""
+        if name != BACKBONE and not self._plan.model.module(name).shareable:
+            return 1
+        return stage.unit.cp * (stage.unit.dp if name != BACKBONE and cuts_over_replicas(self._plan, name) else 1)

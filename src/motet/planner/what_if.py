@@ -117,9 +117,11 @@ def _shared_sequences(result: SearchResult, quota: Quota) -> Iterator[Change]:
     if result.pins.balance is not None or (quota.num_plans and not quota.suitable(plan)):
         return
     check_fit(plan)
-    if any(items.cuts is not None for items in job.assignment(plan).modules.values()):
+    cut = [name for name, items in job.assignment(plan).modules.items() if items.cuts is not None]
+    if cut:
         answer = _as_it_is(job, replace(best.candidate, plan=plan))
-        yield _change("With sequences cut over replicas (--pin balance=split)", best, answer, "")
+        what = "sequences" if BACKBONE in cut else "items"
+        yield _change(f"With {what} cut over replicas (--pin balance=split)", best, answer, "")
 
 
 def _change(words: str, best: SimulatedCandidate, answer: SimulatedCandidate | None, note: str) -> Change:

@@ -12,6 +12,7 @@ from motet.core.workload import BACKBONE, Workload
 from motet.cost.model import CostModel
 from motet.cost.source import cost_model
 from motet.planning.sources import read_plan_and_workload
+from motet.schedule.plan_units import cuts_sequences
 
 if TYPE_CHECKING:
     from motet.planning.job import JobOptions
@@ -49,7 +50,7 @@ class SimulatedJob:
         """
         plan, lengths, recipe = read_plan_and_workload(file, workload, overrides)
         cost = cost_model(plan.cluster, plan.precision, profile, moments=plan.moments, any_device=False)
-        if recipe is None or (plan.unit_of(BACKBONE).cp == 1 and plan.balance != "split"):
+        if recipe is None or (plan.unit_of(BACKBONE).cp == 1 and not cuts_sequences(plan)):
             return cls(plan, lengths, cost)
         from motet.train.planned_job import check_context
 

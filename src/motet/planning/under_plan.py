@@ -116,8 +116,9 @@ def _instead(key: str, recipe: Recipe, plan: Plan) -> str:
     if plan.schedule == "data_parallel":
         return "; a plan of data parallelism cuts long items by balance 'split', as one that --pin balance=split makes"
     return (
-        "; a plan with stages cuts long sequences over replicas by balance 'split', as one that --pin balance=split "
-        "makes, and ranks of a unit with cp share long items, as in a plan that --pin cp=2 makes"
+        "; a plan with stages cuts long sequences, and items of encoders on ranks of their own, over replicas by "
+        "balance 'split', as one that --pin balance=split makes, and ranks of a unit with cp share long items, as in "
+        "a plan that --pin cp=2 makes"
     )
 
 

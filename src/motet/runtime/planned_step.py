@@ -49,7 +49,7 @@ from motet.runtime.tensors import StageTensors
 from motet.runtime.unit_groups import UnitGroups
 from motet.schedule.coordinates import Shares, comes_together
 from motet.schedule.layout import BLOCK_SUMS
-from motet.schedule.plan_units import cuts_beside_sequences
+from motet.schedule.plan_units import can_share_items
 from motet.schedule.program import Action, Kind
 
 _IN_PARTS = (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W)
@@ -250,7 +250,7 @@ class _RunningPlan:
         made, without_rows = self.made.get(span.module), None
         if span.module == BACKBONE:
             without_rows = self.step.without_rows if unit.ep > 1 else None
-        elif made is None and not span.enters and self._can_share(span.module, unit):
+        elif made is None and not span.enters and can_share_items(self.place.program.layout.plan, span.module):
             layer, needs_gradient = self.step.spec.sent(span.module, max(span.first, 1))
             without_rows = self.step.like.new_empty(0, layer.output_width).requires_grad_(needs_gradient)
         if made is None:
@@ -258,10 +258,6 @@ class _RunningPlan:
         of_generator = self.totals[_SENT.stop + list(self.made).index(span.module)]
         loss_gradient = self.scale * made.weight / max(made.num_rows, 1)
         return Section(span, model, self.totals, loss_gradient, without_rows, made=of_generator)
-
-    def _can_share(self, encoder: str, unit: Unit) -> bool:
-        """Whether ranks share items of an encoder, and meet in its blocks."""
-        return unit.cp > 1 or cuts_beside_sequences(self.place.program.layout.plan, encoder)
 
     @property
     def totals_of_loss(self) -> Tensor:

@@ -8,13 +8,13 @@ from itertools import product
 
 import torch.distributed as dist
 
-from motet.core.plan import Unit
+from motet.core.plan import Plan, Unit
 from motet.peer_copies import PeerCopies
 from motet.runtime.groups import own_group
 from motet.runtime.holders import RankGroups
 from motet.runtime.place import Place
 from motet.schedule.layout import Layout
-from motet.schedule.plan_units import gathering_ranks
+from motet.schedule.plan_units import backbone_unit, cuts_over_replicas, cuts_sequences, gathering_ranks
 
 _Groups = Mapping[str, dist.ProcessGroup]
 OpenCopies = Callable[[dist.ProcessGroup], PeerCopies]
@@ -30,7 +30,8 @@ class UnitGroups:
     gathered: ranks on which the rows of a unit come together (`plan_units.gathering_ranks`).
     experts:  ranks that share experts. None: it is alone.
     expert_parts: ranks that have all experts between them; None: it has them alone.
-    replicas: ranks that share sequences where replicas of the backbone do, by replica, then by c. None: they do not.
+    replicas: ranks that share sequences, or items, where replicas of its unit with ranks of its own do, by replica,
+              then by c. None: they do not.
     copies:   of those of `tensor` whose pieces of products travel by copies.
     sent:     gets the bytes that it sends in collectives of all but `context` and `replicas`.
     """
@@ -74,7 +75,9 @@ class UnitGroups:
         parts = own_group(
             ranks for unit in spread for ranks in sorted({unit.expert_parts(one) for one in unit.ranks}) if unit.tp > 1
         )
-        replicas = own_group(_replicas(layout.backbone) if plan.balance == "split" else ())
+        replicas = own_group(
+            ranks for unit in layout.units if _shares_over_replicas(plan, unit) for ranks in _replicas(unit)
+        )
         return UnitGroups(context, tensor, gathered, experts, experts if parts is None else parts, replicas)
 
 
@@ -99,6 +102,11 @@ def _context(unit: Unit) -> Iterable[Sequence[int]]:
     for p, d, t in product(range(unit.pp), range(unit.dp), range(unit.tp)):
         if unit.cp > 1:
             yield tuple(unit.rank(p, d, c, t) for c in range(unit.cp))
+
+
+def _shares_over_replicas(plan: Plan, unit: Unit) -> bool:
+    is_cut = any(cuts_over_replicas(plan, name) for name in unit.modules)
+    return is_cut or (unit == backbone_unit(plan) and cuts_sequences(plan))
 
 
 def _replicas(unit: Unit) -> Iterable[Sequence[int]]:

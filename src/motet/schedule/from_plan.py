@@ -42,7 +42,7 @@ from motet.schedule.passes import (
 )
 from motet.schedule.passes.data_parallel import add_data_parallel
 from motet.schedule.passes.part_runs import PartRun, in_parts, with_runs
-from motet.schedule.plan_units import collects_in_islands, meets_in_islands, moves_items
+from motet.schedule.plan_units import collects_in_islands, meeting_units, moves_items
 from motet.schedule.program import AlikeItems, Kind, Program, Stage
 from motet.schedule.text import parse_action
 
@@ -268,7 +268,7 @@ class BubbleProgram:
         try:
             planned_program = _communicating(self.layout, program, taking(own.stages))
         except UserError:
-            if not collects and not meets_in_islands(self.layout.plan):
+            if not collects and not meeting_units(self.layout.plan):
                 raise
             return None
         # What is proven of the Plan's own fills before the first step.
@@ -312,10 +312,10 @@ def _communicating(layout: Layout, program: Program, stages: list[PlannedStage])
     try:
         program = add_communication(program, holds_up=not device.overlaps)
     except ArgumentError:
-        if not meets_in_islands(layout.plan):
+        if not (units := meeting_units(layout.plan)):
             raise
         raise UserError(
-            f"replicas of unit {layout.backbone.name!r} share sequences or experts, and would wait for each other: "
+            f"replicas of unit {units[0].name!r} share sequences, items or experts, and would wait for each other: "
             "they have other work before the same pass; let encoders run outside bubbles, or replicas share nothing."
         ) from None
     return PlannedProgram(program, tuple(stages), layout)

@@ -23,7 +23,7 @@ from motet.schedule.generators.disaggregated import Island, Pipeline, UnitEdge, 
 from motet.schedule.plan_units import (
     backbone_unit,
     joins_all_replicas,
-    meets_in_islands,
+    meeting_units,
     num_islands,
     pipelined_units,
     rank_of_stage,
@@ -261,7 +261,7 @@ class Layout:
     def island(self) -> Island:
         """The island that the units with ranks of their own form."""
         units = [Pipeline(tuple("+".join(stage) for stage in unit.stages), unit.dp) for unit in self.units]
-        meeting = self.units.index(self.backbone) if meets_in_islands(self.plan) else -1
+        meeting = {self.units.index(unit) for unit in meeting_units(self.plan)}
         joins_all = joins_all_replicas(self.plan)
         return island(units, self.feeds, self.num_examples, joins_all=joins_all, meeting=meeting)
 

@@ -86,7 +86,29 @@ def moves_items(plan: Plan) -> bool:
 
 def joins_all_replicas(plan: Plan) -> bool:
     """Whether any replica of a unit may send to any replica of another: items are balanced over all of a unit's."""
+    if plan.balance == "split":
+        return any(cuts_over_replicas(plan, module.name) for module in plan.model.modules)
     return plan.balance in MOVES_ITEMS and len(pipelined_units(plan)) > 1
+
+
+def cuts_sequences(plan: Plan) -> bool:
+    """Whether replicas of the backbone may share sequences."""
+    return plan.balance == "split" and backbone_unit(plan).dp > 1
+
+
+def cuts_over_replicas(plan: Plan, module: str) -> bool:
+    """Whether replicas of an encoder's unit may share its items: the unit has ranks of its own, and the encoder feeds
+    the backbone alone, of which any replica takes in rows from any of them.
+    """
+    if plan.balance != "split" or not shares_items(plan, module) or plan.unit_of(module).dp == 1:
+        return False
+    return _feeds_backbone_alone(plan, module) and plan.model.module(module).shareable
+
+
+def can_share_items(plan: Plan, module: str) -> bool:
+    """Whether several ranks may have rows of an item of an encoder, and then meet in its blocks."""
+    shares = cuts_beside_sequences(plan, module) or cuts_over_replicas(plan, module)
+    return shares or plan.unit_of(module).cp > 1
 
 
 def cuts_beside_sequences(plan: Plan, module: str) -> bool:
@@ -94,9 +116,12 @@ def cuts_beside_sequences(plan: Plan, module: str) -> bool:
     backbone alone, to whose places its rows go from any replica.
     """
     unit = backbone_unit(plan)
-    is_here = plan.balance == "split" and unit.cp == 1 and module in unit.modules and module not in unit.replicated
-    sinks = {sink for source, sink in plan.model.edges if source == module}
-    return is_here and sinks == {BACKBONE} and plan.model.module(module).shareable
+    is_here = cuts_sequences(plan) and unit.cp == 1 and module in unit.modules and module not in unit.replicated
+    return is_here and _feeds_backbone_alone(plan, module) and plan.model.module(module).shareable
+
+
+def _feeds_backbone_alone(plan: Plan, module: str) -> bool:
+    return {edge for edge in plan.model.edges if module in edge} == {(module, BACKBONE)}
 
 
 def num_islands(plan: Plan) -> int:
@@ -104,10 +129,16 @@ def num_islands(plan: Plan) -> int:
     return 1 if joins_all_replicas(plan) else gcd(*(unit.dp for unit in pipelined_units(plan)))
 
 
-def meets_in_islands(plan: Plan) -> bool:
-    """Whether several replicas of the backbone in an island run each pass together: they share sequences or experts."""
-    unit = backbone_unit(plan)
-    return unit.dp > num_islands(plan) and (plan.balance == "split" or unit.expert_replicas > 1)
+def meeting_units(plan: Plan) -> tuple[Unit, ...]:
+    """The units whose replicas in an island run each pass together, as they share sequences, items or experts."""
+    islands, backbone = num_islands(plan), backbone_unit(plan)
+    shares_sequences = cuts_sequences(plan) or backbone.expert_replicas > 1
+    return tuple(
+        unit
+        for unit in pipelined_units(plan)
+        if unit.dp > islands
+        and ((unit is backbone and shares_sequences) or any(cuts_over_replicas(plan, name) for name in unit.modules))
+    )
 
 
 def collects_in_islands(plan: Plan) -> bool:

@@ -39,7 +39,7 @@ from motet.runtime.sections import is_layered
 from motet.runtime.sharded_state import SAME_TYPES, ComputeTypes
 from motet.runtime.unit_groups import OpenCopies, UnitGroups
 from motet.schedule import PlannedProgram, parts_of, planned, validate
-from motet.schedule.plan_units import cuts_beside_sequences
+from motet.schedule.plan_units import can_share_items, cuts_sequences
 from motet.tensor_parallel import TensorRanks
 from motet.train.optimizer import build_optimizer
 from motet.train.recipe.recipe import Recipe
@@ -108,8 +108,7 @@ class ChosenPlan:
 
         for theirs, ours in zip(model.modules, spec.modules, strict=True):
             can_be = ours.shareable and (ours.tile_rows, ours.token_parts) == (theirs.tile_rows, theirs.token_parts)
-            is_shared = self.plan.unit_of(theirs.name).cp > 1 or cuts_beside_sequences(self.plan, theirs.name)
-            if theirs.shareable and not can_be and is_shared:
+            if theirs.shareable and not can_be and can_share_items(self.plan, theirs.name):
                 raise UserError(
                     f"{self.file} is for another model than {self.whose}: its ranks share items of {theirs.name}, "
                     f"which cannot be in the model in hand; plan anew: {self.replan}."
@@ -178,7 +177,7 @@ def check_context(plan: Plan, context: ContextConfig) -> None:
     """Raise UserError for a way in which ranks that share sequences exchange rows, and cannot or need not."""
     unit, layers = plan.unit_of(BACKBONE), plan.model.module(BACKBONE).layers
     attention = next(layer.attention for layer in layers if layer.attention is not None)
-    if unit.cp == 1 and plan.balance == "split":
+    if unit.cp == 1 and cuts_sequences(plan):
         # Ranks that share a sequence do not know the others', so that one way is left.
         if context.exchange not in ("auto", GROUP_CAST):
             raise UserError(

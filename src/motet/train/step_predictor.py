@@ -1,7 +1,8 @@
 """Predicts the steps of a Plan as training has decided them, and what cutting sequences gains in them.
 
-A Plan with stages and balance "split" compares no ways in seconds. So a step in which it cuts sequences is predicted
-once more with whole ones, as its `order` deals them out, or as "joint" does where it has none.
+A Plan with stages and balance "split" compares no ways in seconds. So a step in which it cuts sequences, or items, is
+predicted once more with whole ones: as its `order` deals them out, or where it has none as "joint" does, or as
+"per_phase" where items go to any replica of an encoder's unit.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from motet.cost.model import CostModel
 from motet.dispatch import RankBatch
 from motet.dispatch.edge_messages import assignment_of
 from motet.schedule import PlannedProgram, planned
+from motet.schedule.plan_units import joins_all_replicas
 from motet.simulate.predict.predict import filler_of, predict_assigned
 from motet.simulate.predict.prediction import Prediction
 from motet.train.input.planned import step_seconds
@@ -79,5 +81,5 @@ class StepPredictor:
 def with_whole_sequences(plan: Plan) -> Plan:
     """A Plan with stages that cuts sequences, as it would deal out whole ones."""
     if plan.order == "given":
-        return replace(plan, balance="joint")
+        return replace(plan, balance="per_phase" if joins_all_replicas(plan) else "joint")
     return replace(plan, balance="off", policy={})  # Its order alone deals them out.

@@ -188,7 +188,7 @@ def test_sequences_are_cut_in_groups_under_caps(order):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"llm": 1, "image": 1}, "has one; dp must be 2 or more"),
+        ({"llm": 1, "image": 1}, "has one replica, and no encoder.s unit has several"),
         ({"order": "intra", "balance": "joint"}, "both deal out the microbatches"),
     ],
 )

@@ -133,6 +133,21 @@ def test_a_plan_may_share_more_than_its_unit_says():
     )
 
 
+@pytest.mark.parametrize("cp", [1, 2])
+def test_replicas_of_an_encoder_that_share_its_items_need_less(cp):
+    """An image alone is cut over all of their ranks."""
+    units = Unit("image", ({"image": 2},), dp=2, cp=cp), Unit("llm", ({"backbone": 4},), first_rank=2 * cp)
+    cluster = Cluster(DEVICE, 1, 2 * cp + 1, LINK, LINK)
+    plan = Plan(MODEL, cluster, units, 1, precision="fp32", balance="split")
+    cost, long = Analytic(cluster, plan.precision), lengths_of([200, 900, 200], [[100_000], [], [80_000, 8000]])
+    for number in range(3):
+        one = long.take(np.array([number]))
+        predicted = predict_assigned(plan, planned(plan), assign_batch(plan, one, cost), cost)
+        print(number, bytes_alone(plan, one)[0], int(predicted.peak_bytes.max()))
+    whole = bytes_alone(replace(plan, balance="per_phase"), long)
+    assert bytes_alone(plan, long)[0] < (0.8 if cp == 1 else 0.7) * whole[0]
+
+
 @pytest.mark.parametrize("cp", [2, 16])
 def test_a_merge_of_the_users_own_has_a_sequence_whole_on_one_of_its_ranks(cp):
     """It keeps the whole sequence, and works on embeddings of all of it with their gradients."""

@@ -328,8 +328,11 @@ def _check_split(plan: Plan) -> None:
                 f"{cuts}, and under 'data_parallel' {made[0]!r} reads query tokens of whole sequences; balance by "
                 "'auto', or plan stages."
             )
-    if unit.dp == 1:
-        raise UserError(f"{cuts}, and unit {unit.name!r} has one; dp must be 2 or more.")
+    if unit.dp == 1 and not joins_all_replicas(plan):
+        raise UserError(
+            f"{cuts}, and items over those of encoders on ranks of their own; unit {unit.name!r} has one replica, and "
+            "no encoder's unit has several that can share items; dp of one must be 2 or more."
+        )
 
 
 def _check_filling(plan: Plan) -> None:

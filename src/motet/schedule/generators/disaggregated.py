@@ -10,7 +10,7 @@ edge joins two replicas whose parts touch the same example.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
@@ -114,13 +114,13 @@ def island(
     num_examples: int = 0,
     *,
     joins_all: bool = False,
-    meeting: int = -1,
+    meeting: Collection[int] = (),
 ) -> Island:
     """The stages and edges of one island. Edges within the replicas of units come first, then edges between units.
 
     num_examples: of the island's microbatch, as of `broker`.
     joins_all:    edges join all replicas of two units, so that the job is one island: any replica may have any item.
-    meeting:      the unit whose replicas run each pass together (`Stage.meets`); -1 is none.
+    meeting:      the units whose replicas run each pass together (`Stage.meets`).
     Replicas of a stage form a group. Raises ArgumentError for a unit without stages or with dp below 1.
     """
     for unit in units:
@@ -136,7 +136,7 @@ def island(
         for _ in range(replicas):
             first = len(stages)
             for index, module in enumerate(unit.modules):
-                group, meets = (groups + index, number == meeting) if replicas > 1 else (-1, False)
+                group, meets = (groups + index, number in meeting) if replicas > 1 else (-1, False)
                 stages.append(Stage(len(stages), module, group, meets=meets))
             numbers[-1].append(range(first, len(stages)))
         groups += len(unit.modules) if replicas > 1 else 0

@@ -12,6 +12,7 @@ from motet.assign.step import ModuleAssignment
 from motet.core.arrays import Float64Array
 from motet.core.attention_table import AttentionTable
 from motet.core.context_rows import exchanged_heads
+from motet.core.plan import Unit
 from motet.core.sight import Sight
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
@@ -29,6 +30,11 @@ class ContextPrice(NamedTuple):
 
     seconds: Float64Array
     copied_bytes: Float64Array
+
+
+def _all_ranks(unit: Unit) -> tuple[int, ...]:
+    """The ranks that meet where replicas of a unit share sequences or items."""
+    return tuple(unit.rank(0, d, c) for d in range(unit.dp) for c in range(unit.cp))
 
 
 class ContextPricing:
@@ -61,15 +67,22 @@ class ContextPricing:
         if self.plan.model.module(name).tile_rows:
             return ContextPrice(seconds, copied)
         if name != BACKBONE:
-            of_keys = self.work.moved_of_items(name, layer)
-            if cp == 1:  # Replicas share items beside sequences.
-                groups = [tuple(unit.rank(0, d) for d in range(unit.dp))]
-            return self._exchanged(2.0 * kv_heads * of_keys, 2.0 * kv_heads * of_keys, head_bytes, groups)
+            moved = 2.0 * kv_heads * self.work.moved_of_items(name, layer)
+            if cp > 1:
+                seconds, copied = self._exchanged(moved, moved, head_bytes, groups)
+            if items.cuts is not None:
+                is_met = np.isin(np.arange(num), items.microbatch[items.cuts.items])
+                every = self._exchanged(moved, moved, head_bytes, [_all_ranks(unit)])
+                seconds, copied = (
+                    np.where(is_met, of_all.reshape(-1, num), own.reshape(-1, num)).ravel()
+                    for of_all, own in zip(every, (seconds, copied), strict=True)
+                )
+            return ContextPrice(seconds, copied)
         if cp > 1:
             seconds, copied = self._of_replicas(items, attention.window, groups, heads, kv_heads, head_bytes)
         if items.cuts is None:
             return ContextPrice(seconds, copied)
-        together = [tuple(unit.rank(0, d, c) for d in range(unit.dp) for c in range(cp))]
+        together = [_all_ranks(unit)]
         for microbatch in np.unique(items.microbatch[items.cuts.items]).tolist():
             rows = rows_of_replicas(items, microbatch, cp, self.sight)
             table = AttentionTable.packed(rows.lengths).windowed(attention.window or None)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from motet.assign.dealt_items import dealt_items
 from motet.assign.item_shares import shares_of_cells
 from motet.assign.step import StepAssignment
 from motet.assign.taken_rows import most_merged
@@ -201,49 +202,26 @@ class LayerWork:
     def _shares(self, name: str) -> _Shares:
         """Which of the ranks that share a replica's items has what of each item of an encoder, as training deals it."""
         if name not in self._known_shares:
-            beside = self.assignment.modules[name].cuts is not None and cuts_beside_sequences(self.plan, name)
-            self._known_shares[name] = (self._of_all_replicas if beside else self._of_each_replica)(name)
+            self._known_shares[name] = self._dealt_shares(name)
         return self._known_shares[name]
 
-    def _of_all_replicas(self, name: str) -> _Shares:
-        """`_shares` where replicas share items beside sequences."""
-        items, num = self.assignment.modules[name], self.assignment.num_microbatches
-        cuts, cell = items.cuts, items.batch_index(num)
-        assert cuts is not None, "replicas share items"
-        whole = cuts.whole_among(np.arange(len(items.example)))
-        rows = self._cut_rows(name)
-        share = cuts.share_of(rows) / rows[cuts.item]
-        rank = (cuts.rank * num + items.microbatch[cuts.item]).astype(np.int64)
-        made = cuts.share_of(items.num_tokens)
-        return _Shares(whole, cell[whole], cuts.item, rank, share, cuts.begin == 0, made)
+    def _dealt_shares(self, name: str) -> _Shares:
+        items, module, num_ranks = self.assignment.modules[name], self.plan.model.module(name), self._num_ranks(name)
+        dealt = dealt_items(items, module, num_ranks, self.plan.unit_of(name).cp)
+        rows = module.cut_rows.num_rows(items.num_tokens, items.length)
 
-    def _of_each_replica(self, name: str) -> _Shares:
-        """`_shares` where the ranks of each replica share its own items."""
-        items, module = self.assignment.modules[name], self.plan.model.module(name)
-        num_ranks, cp = self._num_ranks(name), self.plan.unit_of(name).cp
-        cell, rows = items.batch_index(self.assignment.num_microbatches), self._cut_rows(name)
-        dealt = shares_of_cells(
-            cell,
-            items.length,
-            rows,
-            cp,
-            can_cut=module.shareable,
-            tile_rows=module.tile_rows,
-            num_groups=num_ranks // cp,
-        )
-        whole = np.flatnonzero(~np.isin(np.arange(len(cell)), dealt.item))
+        def on_rank(rank: Int64Array, item: Int64Array) -> Int64Array:
+            cell: Int64Array = rank // num_ranks * self.assignment.num_microbatches + items.microbatch[item]
+            return cell * num_ranks + rank % num_ranks
+
+        whole = np.flatnonzero(~np.isin(np.arange(len(rows)), dealt.item))
         cuts = dealt.begin, dealt.end, dealt.units
         return _Shares(
             whole,
-            cell[whole] * num_ranks + dealt.ranks[whole],
+            on_rank(dealt.ranks[whole], whole),
             dealt.item,
-            cell[dealt.item] * num_ranks + dealt.rank,
+            on_rank(dealt.rank, dealt.item),
             shares_between(rows[dealt.item], *cuts) / rows[dealt.item],
             dealt.begin == 0,
             shares_between(items.num_tokens[dealt.item], *cuts),
         )
-
-    def _cut_rows(self, name: str) -> Int64Array:
-        """The rows of each item of an encoder between which ranks can share it, int64 [num_items]."""
-        items = self.assignment.modules[name]
-        return self.plan.model.module(name).cut_rows.num_rows(items.num_tokens, items.length)

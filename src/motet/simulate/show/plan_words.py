@@ -10,7 +10,7 @@ from motet.core.spec import ModelSpec
 from motet.core.words import counted_words
 from motet.core.workload import BACKBONE
 from motet.schedule.layout import Layout
-from motet.schedule.plan_units import joins_all_replicas
+from motet.schedule.plan_units import cuts_over_replicas, cuts_sequences, joins_all_replicas
 
 _SCHEDULES = {
     "gpipe": "GPipe",
@@ -57,8 +57,11 @@ def plan_in_words(plan: Plan) -> list[str]:
         if plan.order == "given":
             step += " Whole microbatches are balanced over the backbone's replicas"
             step += ", and items of encoders over theirs." if joins_all_replicas(plan) else "."
-        if plan.balance == "split":
+        if cuts_sequences(plan):
             step += " Sequences that are too long for one replica are cut over several."
+        if joins_all_replicas(plan) and plan.balance == "split":
+            names = [module.name for module in plan.model.modules if cuts_over_replicas(plan, module.name)]
+            step += f" So are items of {_listed(names)}, over replicas of their units."
     elif plan.balance != "off":
         step += f" Items are balanced over ranks: {_BALANCES[plan.balance]}."
     if plan.balance != "off":

@@ -304,7 +304,7 @@ def cut_items(batches: Sequence[RankBatch], step_gained_s: float | None = None) 
         for module in (BACKBONE, *batch.lengths.items) if decision.shares_items else ():
             degrees = {} if (cuts := decision.cuts_of(module)) is None else cuts.degrees
             length = batch.lengths.of(module).length
-            gain_s = own_s if own_s is not None or module in decision.sharing else step_gained_s
+            gain_s = own_s if own_s is not None or not decision.is_over_all(module) else step_gained_s
             found += [
                 {
                     "microbatch": microbatch,
