@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from motet.core.arrays import Float64Array, Int64Array
+from motet.core.arrays import Float64Array
 from motet.core.errors import ArgumentError
 from motet.core.limits import (
     MAX_NODES,
@@ -143,30 +143,33 @@ class Cluster:
         """The node that a rank is in."""
         return rank // self.ranks_per_node
 
-    def unlike(self, ranks: range, size: int, *, apart: int = 1) -> list[tuple[int, ...]]:
+    def unlike(self, ranks: range, size: int, *, apart: int = 1) -> list[range]:
         """The first of each kind of group that a run of ranks consists of: all others lie on nodes as one of these
         does, so that messages take as long.
 
-        A group has `size` ranks, which are `apart` from one to the next. O(ranks_per_node^2 * size), however many
-        groups there are.
+        A group has `size` ranks, which are `apart` from one to the next. O(ranks_per_node * size), however many groups
+        there are.
 
         Example: pairs of ranks, of which the third is on two nodes of five.
             >>> device = Device("gpu", {"bf16": 1e15}, memory_bytes=80 * 10**9, memory_bytes_per_s=3e12)
             >>> cluster = Cluster(device, 2, 5, intra_node=Link(450e9, 3e-6), inter_node=Link(50e9, 14e-6))
             >>> cluster.unlike(range(10), 2), cluster.unlike(range(10), 2, apart=5)
-            ([(0, 1), (4, 5)], [(0, 5)])
+            ([range(0, 2), range(4, 6)], [range(0, 10, 5)])
         """
         block, per_node = size * apart, self.ranks_per_node
         if self.num_nodes == 1 or size == 1:
-            return [tuple(range(ranks.start, ranks.start + block, apart))]
-        # Groups whose first ranks stand alike on their nodes lie alike.
+            return [range(ranks.start, ranks.start + block, apart)]
         begins = ranks.start + block * np.arange(min(len(ranks) // block, per_node))
-        firsts = np.add.outer(begins, np.arange(min(apart, per_node))).reshape(-1, 1)
-        groups = firsts + apart * np.arange(size)
-        kinds: dict[bytes, Int64Array] = {}
-        for group, leaves_node in zip(groups, np.diff(groups // per_node, axis=1) > 0):
-            kinds.setdefault(leaves_node.tobytes(), group)
-        return [tuple(group.tolist()) for group in kinds.values()]
+        firsts = np.add.outer(begins, np.arange(min(apart, per_node))).ravel().tolist()
+        # Groups whose first ranks stand alike on their nodes lie alike.
+        distinct: dict[int, int] = {}
+        for first in firsts:
+            distinct.setdefault(first % per_node, first)
+        kinds: dict[bytes, range] = {}
+        for first in distinct.values():
+            leaves_node = np.diff(np.arange(first, first + block, apart) // per_node) > 0
+            kinds.setdefault(leaves_node.tobytes(), range(first, first + block, apart))
+        return list(kinds.values())
 
     def link(self, ranks: Iterable[int]) -> Link:
         """The slowest link between these ranks."""

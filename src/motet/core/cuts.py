@@ -73,7 +73,8 @@ def shares_between(amounts: Int64Array, begin: Int64Array, end: Int64Array, unit
         >>> shares_between(*(np.array(column) for column in ([7, 7], [0, 1], [1, 4], [4, 4]))).tolist()
         [1, 6]
     """
-    whole = amounts.astype(object)
+    largest = int(np.abs(amounts).max(initial=0)) * int(end.max(initial=0))
+    whole = amounts.astype(np.int64 if largest < 2**63 else object)  # Amounts times units may not fit.
     shares: Int64Array = (whole * end // units - whole * begin // units).astype(np.int64)
     return shares
 

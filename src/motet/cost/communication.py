@@ -107,7 +107,8 @@ def _all_to_all_s(link: Link, num_ends: int, size_bytes: Float64Array) -> Float6
 
 def _seconds(group: Group, size_bytes: Amounts, latency_s: float, s_per_byte: float) -> Float64Array:
     size = np.asarray(size_bytes, dtype=np.float64)
-    return np.where((size > 0) & (group.num_ranks > 1), latency_s + size * s_per_byte, 0.0)
+    seconds: Float64Array = (size * s_per_byte + latency_s) * ((size > 0) & (group.num_ranks > 1))
+    return seconds
 
 
 def _ring_bytes_per_s(cluster: Cluster, group: Group) -> float:

@@ -65,6 +65,11 @@ class LayerRows:
         return bool((self.of_examples[0, self.present] > 0).all())
 
     @cached_property
+    def all_learn(self) -> bool:
+        """Whether all examples that have an item have a backward pass under data parallelism."""
+        return bool(self.learning[self.present].all())
+
+    @cached_property
     def least(self) -> Float64Array:
         """[2]: of the smallest example that has an item."""
         smallest: Float64Array = self.of_examples[:, self.present].min(axis=1, initial=np.inf)
@@ -164,7 +169,7 @@ class BlockSeconds:
             total = rows.total if of is None else (rows.of_examples * of).sum(axis=1)
             forward = backward = np.where(rows.fills, cells, 1.0)
             learned = rows.learned if learning else total
-            if learning and not rows.learning[rows.present].all():
+            if learning and not rows.all_learn:
                 backward = np.ones(len(cells))
             return _Work(total[:, None] / forward, learned[:, None] / backward, np.stack([forward, backward]))
 

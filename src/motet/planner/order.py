@@ -183,9 +183,16 @@ def caps_for(job: Job, plan: Plan) -> dict[str, int]:
     if plan.microbatch_size == 1 or not encoders or len({unit.dp for unit in pipelined_units(plan)}) > 1:
         return {}
     seconds = [float(job.microbatch_seconds(name, plan.microbatch_size).sum()) for name in encoders]
-    vision = encoders[int(np.argmax(seconds))]
+    key = "caps", encoders[int(np.argmax(seconds))], plan.batch_size // plan.microbatch_size
+    if key not in job.of_any_cluster:
+        job.of_any_cluster[key] = _caps_of(job, *key[1:])
+    caps: dict[str, int] = job.of_any_cluster[key]
+    return caps
+
+
+def _caps_of(job: Job, vision: str, max_groups: int) -> dict[str, int]:
+    """`caps_for` of an encoder and the backbone, for so many microbatches of all replicas."""
     sizes = _sizes(job, (vision, BACKBONE))
-    max_groups = plan.batch_size // plan.microbatch_size
     mean = {name: max(int(size[name].sum()) for size in sizes) / max_groups for name in (vision, BACKBONE)}
     factor = 1.0
     while True:

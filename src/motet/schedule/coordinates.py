@@ -93,10 +93,20 @@ def first_ranks(layout: Layout) -> Int64Array:
     """The first of the `ranks_of` every program rank in every island, int64 [num_islands, num_program_ranks]."""
     columns = []
     for unit in layout.units:
-        replica, p = np.divmod(np.arange(layout.num_replicas(unit) * unit.pp), unit.pp)
-        replica = np.arange(layout.num_islands)[:, None] * layout.num_replicas(unit) + replica
-        columns.append(unit.first_rank + (p * unit.dp + replica) * unit.cp * unit.tp)
+        first = layout.first_program_rank(unit)
+        ranks = np.arange(first, first + layout.num_replicas(unit) * unit.pp)
+        columns.append(_first_in_islands(layout, unit, ranks))
     return np.concatenate(columns, axis=1)
+
+
+def _first_in_islands(layout: Layout, unit: Unit, program_rank: Int64Array | int) -> Int64Array:
+    """`first_ranks` of some program ranks of a unit, int64 [num_islands, ...]; of one, int64 [num_islands]."""
+    replica, p = np.divmod(np.asarray(program_rank) - layout.first_program_rank(unit), unit.pp)
+    islands = np.arange(layout.num_islands).reshape(-1, *(1,) * replica.ndim)
+    first: Int64Array = (
+        unit.first_rank + (p * unit.dp + islands * layout.num_replicas(unit) + replica) * unit.cp * unit.tp
+    )
+    return first
 
 
 def ranks_a_program_rank(layout: Layout) -> Int64Array:
@@ -141,8 +151,8 @@ def farthest_ends(layout: Layout, source: PlannedStage, sink: PlannedStage) -> t
     if unit != taker:  # If any ranks of both are on two nodes, so are outer ones.
         sender = np.array([0, 0, 1, 1]) * (unit.cp * unit.tp - 1)
         receiver = np.array([0, 1, 0, 1]) * (taker.cp * taker.tp - 1)
-    of_islands = first_ranks(layout)
-    senders, receivers = of_islands[:, source.rank, None] + sender, of_islands[:, sink.rank, None] + receiver
+    firsts = (_first_in_islands(layout, *end) for end in ((unit, source.rank), (taker, sink.rank)))
+    senders, receivers = (first[:, None] + among for first, among in zip(firsts, (sender, receiver)))
     crosses = senders // cluster.ranks_per_node != receivers // cluster.ranks_per_node
     if not crosses.any():
         return ends

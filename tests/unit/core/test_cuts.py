@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.core.cuts import ItemCuts
+from motet.core.cuts import ItemCuts, shares_between
 from motet.core.errors import ArgumentError
 
 
@@ -37,6 +37,13 @@ def test_each_row_has_one_owner_and_each_fragment_its_share(rows, seed):
     assert (owner == 5).sum() == 2 * middle  # the row in the middle is of the last fragment
     assert (np.diff(owner) != 0).sum() <= 2
     assert cuts.share_of(np.array([2**62])).sum() == 2**62
+
+
+@pytest.mark.parametrize("amount", [0, 12_345, 2**31, 2**62 - 1])
+def test_shares_are_exact_also_where_amounts_times_units_do_not_fit(amount):
+    cuts = [(0, 3, 7), (3, 7, 7), (0, 2**20, 2**20)]
+    found = shares_between(np.full(len(cuts), amount), *(np.array(column) for column in zip(*cuts)))
+    assert found.tolist() == [amount * end // units - amount * begin // units for begin, end, units in cuts]
 
 
 def test_examples_that_are_left_out_take_their_fragments_with_them():

@@ -11,6 +11,9 @@ from motet.core.arrays import Float64Array, IndexArray
 from motet.core.errors import ArgumentError
 from motet.schedule.program import AlikeRows, Kind, Program
 
+_MANY_ISLANDS = 256
+"""From so many on, their levels are computed event by event."""
+
 
 def high_water(program: Program, held_bytes: ArrayLike) -> Float64Array:
     """The most bytes that each rank holds at a time, float64 [num_ranks], or [n, num_ranks].
@@ -25,6 +28,10 @@ def high_water(program: Program, held_bytes: ArrayLike) -> Float64Array:
     if isinstance(program.actions, AlikeRows):
         by_rank = held.reshape(*held.shape[:-2], program.num_ranks, program.actions.num_stages, -1)
         return _most_of_alike(by_rank, _events(program, 0))
+    if held.ndim > 2 and len(held) >= _MANY_ISLANDS:
+        by_pass = np.ascontiguousarray(np.moveaxis(held, 0, -1)).transpose(2, 0, 1)
+        columns = (_most_of_alike(by_pass, _events(program, rank)) for rank in range(program.num_ranks))
+        return np.stack(list(columns), axis=1)
     most = np.zeros((*held.shape[:-2], program.num_ranks))
     for rank in range(program.num_ranks):
         most[..., rank] = _most(held, _events(program, rank))
@@ -44,7 +51,7 @@ def _most(held: Float64Array, events: _Events) -> Float64Array:
 
 
 def _most_of_alike(held: Float64Array, events: _Events) -> Float64Array:
-    """`_most` of many ranks, event by event: a table of all their levels has millions of entries."""
+    """`_most` of many ranks or islands, event by event: a table of all their levels has millions of entries."""
     most: Float64Array = np.zeros(held.shape[:-2])
     level = np.zeros_like(most)
     for stage, microbatch, sign in zip(*(column.tolist() for column in events)):

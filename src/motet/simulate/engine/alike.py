@@ -2,8 +2,8 @@
 
 In data parallelism all ranks do the same (`AlikeRows`) and meet in every collective. So what waits for what is the same
 on each rank, and is found once. Then each action of the row is timed on all ranks at a time, in an order in which what
-it waits for comes before it. O(actions of a row), each an operation on [num_ranks]. Starts and ends are those of the
-engine for the whole Program, to the bit.
+it waits for comes before it. O(actions of a row), each an operation on [num_ranks]; what ends on all ranks at once is
+one number. Starts and ends are those of the engine for the whole Program, to the bit.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from motet.core.arrays import Float64Array, Int32Array, Int64Array
 from motet.core.timeline import Timeline
 from motet.schedule.dependencies import COLLECTIVES
 from motet.schedule.program import AlikeItems, AlikeRows, Program
+from motet.simulate.engine.action_seconds import ActionShares
 from motet.simulate.engine.lower import Waits
 from motet.simulate.engine.stage_times import StageTimes
 from motet.simulate.engine.table import CODES, ActionTable
@@ -75,53 +76,64 @@ def of_first_rank(times: StageTimes, num_stages: int) -> StageTimes:
 def run_alike(
     table: ActionTable,
     held: Int32Array,
-    seconds: Float64Array,
+    shares: ActionShares,
     needs: Waits,
-    start_s: Float64Array | None = None,
     meetings: Float64Array | None = None,
-) -> Float64Array | None:
-    """Turn the seconds of each action into its end on each rank, [num_actions, num_ranks], in place.
-
-    Returns when each collective begins, and what it takes on the slowest rank, [num_actions, 2]; None where actions
-    wait for each other: then `seconds` is unchanged.
+    kept: tuple[Float64Array, Float64Array] | None = None,
+) -> tuple[Float64Array, float] | None:
+    """When each collective begins, and what it takes on the slowest rank, [num_actions, 2]; and the last end. None
+    where actions wait for each other.
 
     table:    of one rank. held: the stream that each action occupies. needs: what each action waits for.
-    start_s:  if given, it is filled with the starts, in the same shape.
-    meetings: what was returned for all ranks, where the seconds are of some.
+    meetings: what was returned for all ranks, where the shares are of some.
+    kept:     start and end of each action on each rank, [num_actions, num_ranks] each, if they are to be filled in.
     """
     before = _before(held, needs)
-    turn = turns(len(before), *_pairs(before))
+    dependent, dependency = _pairs(before)
+    turn = turns(len(before), dependent, dependency)
     if (turn == NO_TURN).any():
         return None
     is_collective = np.isin(table.kind, _COLLECTIVE_CODES).tolist()
-    found, ready = np.zeros((len(before), 2)) if meetings is None else meetings, np.empty(seconds.shape[1])
+    num_waiting = np.bincount(dependency, minlength=len(before)).tolist()
+    found = np.zeros((len(before), 2)) if meetings is None else meetings
+    ends: dict[int, Float64Array] = {}  # Of what is still waited for.
+    last_s = 0.0
     for action in np.argsort(turn, kind="stable").tolist():
-        ready.fill(0.0)
+        ready = np.zeros(1)
         for needed in before[action]:
-            np.maximum(ready, seconds[needed], out=ready)
+            ready = np.maximum(ready, ends[needed])
+            num_waiting[needed] -= 1
+            if not num_waiting[needed]:
+                del ends[needed]
         if is_collective[action]:
             if meetings is None:
-                found[action] = ready.max(), seconds[action].max()
-            ready.fill(found[action, 0])
-            seconds[action] = found[action, 1]
-        if start_s is not None:
-            start_s[action] = ready
-        seconds[action] += ready
-    return found
+                found[action] = ready.max(), shares.most_s(action)
+            ready = found[action, :1]
+            end = ready + found[action, 1]
+        else:
+            end = ready + shares.total_s(action)
+        if kept is not None:
+            kept[0][action], kept[1][action] = ready, end
+        if num_waiting[action]:
+            ends[action] = end
+        else:
+            last_s = max(last_s, float(end.max()))
+    return found, last_s
 
 
 def _before(held: Int32Array, needs: Waits) -> list[list[int]]:
-    """What each action waits for: the one before it in its stream, and its dependencies."""
-    before: list[list[int]] = [[] for _ in range(len(held))]
+    """What each action waits for: the one before it in its stream, and of its dependencies the last of each stream."""
+    before: list[dict[int, int]] = [{} for _ in range(len(held))]
     last: dict[int, int] = {}
-    for action, stream in enumerate(held.tolist()):
+    streams = held.tolist()
+    for action, stream in enumerate(streams):
         if stream in last:
-            before[action].append(last[stream])
+            before[action][stream] = last[stream]
         last[stream] = action
     for dependent, dependency in zip(needs.dependent.tolist(), needs.dependency.tolist()):
-        if dependency not in before[dependent]:
-            before[dependent].append(dependency)
-    return before
+        waited = before[dependent]
+        waited[streams[dependency]] = max(waited.get(streams[dependency], dependency), dependency)
+    return [list(waited.values()) for waited in before]
 
 
 def _pairs(before: list[list[int]]) -> tuple[Int64Array, Int64Array]:
@@ -137,13 +149,14 @@ class AlikeTimeline(Timeline):
     shows some ranks (`some`).
 
     num_spans: how many spans it has. makespan_s: as of a Timeline. expand: makes the Timeline of some ranks.
-    computing: gives what each rank computes, [num_ranks], and the seconds of all actions, [num_actions, num_ranks].
+    computing: gives what each rank computes, and two sums of the seconds of its actions by which ranks are told apart,
+               [3, num_ranks].
     """
 
     _num_spans: int
     _makespan_s: float
     _expand: Callable[[Int64Array], Timeline]
-    _computing: Callable[[], tuple[Float64Array, Float64Array]]
+    _computing: Callable[[], Float64Array]
 
     def __init__(
         self,
@@ -151,7 +164,7 @@ class AlikeTimeline(Timeline):
         num_spans: int,
         makespan_s: float,
         expand: Callable[[Int64Array], Timeline],
-        computing: Callable[[], tuple[Float64Array, Float64Array]],
+        computing: Callable[[], Float64Array],
         rank_names: Sequence[str] = (),
     ) -> None:
         # The fields of a Timeline cannot be assigned.
@@ -172,26 +185,22 @@ class AlikeTimeline(Timeline):
         return self._makespan_s
 
     @cached_property
-    def _told(self) -> tuple[Float64Array, Int64Array]:
-        """What each rank computes, [num_ranks], and the first rank that takes the same seconds for each action."""
-        busy_s, seconds = self._computing()
-        weighted_s = np.zeros_like(busy_s)
-        for weight, of_action in zip(np.linspace(0.0, 1.0, len(seconds)).tolist(), seconds):
-            weighted_s += weight * of_action
-        told = np.stack([busy_s, seconds.sum(axis=0), weighted_s], axis=1)
-        scale = told.max() or 1.0
-        _, first, group = np.unique(np.round(told / scale, 9), axis=0, return_index=True, return_inverse=True)
-        return busy_s, first[group.reshape(-1)].astype(np.int64)
+    def _told(self) -> Float64Array:
+        """The result of `computing`."""
+        return self._computing()
 
     @property
     def busy_s(self) -> Float64Array:
         """Seconds that each rank computes, [num_ranks]: `Bubbles.busy_s`, without the spans."""
-        return self._told[0]
+        busy_s: Float64Array = self._told[0]
+        return busy_s
 
-    @property
+    @cached_property
     def leader(self) -> Int64Array:
         """For each rank the first that takes the same time for all that it does, int64 [num_ranks]."""
-        return self._told[1]
+        told = np.round(self._told.T / (self._told.max() or 1.0), 9)
+        _, first, group = np.unique(told, axis=0, return_index=True, return_inverse=True)
+        return first[group.reshape(-1)].astype(np.int64)
 
     def some(self, ranks: Int64Array) -> Timeline:
         """The Timeline of some ranks alone, ascending, numbered from 0; they keep their names."""

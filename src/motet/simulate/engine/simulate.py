@@ -7,7 +7,7 @@ The same arguments give the same Timeline, to the bit, on every machine.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import numpy as np
@@ -21,7 +21,7 @@ from motet.schedule.passes import add_communication
 from motet.schedule.program import COMPUTE_KINDS, EXCHANGES, Program
 from motet.simulate.engine import reference
 from motet.simulate.engine.action_index import ActionIndex
-from motet.simulate.engine.action_seconds import ActionSeconds, action_seconds
+from motet.simulate.engine.action_seconds import ActionSeconds, ActionShares, action_seconds, action_shares
 from motet.simulate.engine.alike import AlikeTimeline, have_like_parts, of_first_rank, one_rank, run_alike
 from motet.simulate.engine.backend import engine
 from motet.simulate.engine.deadlock import Waiting, deadlock
@@ -202,48 +202,49 @@ class _Alike:
 
     def timeline(self) -> AlikeTimeline | None:
         """The Timeline; None where actions wait for each other."""
-        seconds = self._seconds()
-        num_tails = int(np.count_nonzero(seconds.tensor_s)) if seconds.tensor_s.any() else 0
-        num_spans, num_ranks = seconds.held_s.size + num_tails, self.prepared.num_copies
-        meetings = self._run(seconds)
-        if meetings is None:
+        shares, num_ranks = self._shares(), self.prepared.num_copies
+        found = self._run(shares)
+        if found is None:
             return None
-        expand, makespan_s = partial(self._expand, meetings), float(seconds.held_s.max())
-        return AlikeTimeline(num_ranks, num_spans, makespan_s, expand, self._computing)
+        meetings, makespan_s = found
+        num_spans = len(shares.stream) * num_ranks + shares.num_sending()
+        return AlikeTimeline(num_ranks, num_spans, makespan_s, partial(self._expand, meetings), self._computing)
 
-    def _seconds(self, ranks: Int64Array | None = None) -> ActionSeconds:
+    def _shares(self, ranks: Int64Array | None = None) -> ActionShares:
         lookup, times = self.prepared.lookup, of_first_rank(self.times, self.prepared.lookup.shape[0])
-        return action_seconds(lookup, times, self.jitter, self.seed, self.prepared.num_copies, ranks)
+        return action_shares(lookup, times, self.jitter, self.seed, self.prepared.num_copies, ranks)
 
     def _run(
         self,
-        seconds: ActionSeconds,
-        start_s: Float64Array | None = None,
+        shares: ActionShares,
         meetings: Float64Array | None = None,
-    ) -> Float64Array | None:
-        """`run_alike`: `seconds.held_s` becomes the end of each action, [num_actions, num_ranks]."""
-        needs, stream = self.prepared.waits(seconds.stream, self.overlap), _held(seconds.stream, self.overlap)
-        total_s = seconds.held_s
-        total_s += seconds.tensor_s
-        return run_alike(self.prepared.lookup.table, stream, total_s, needs, start_s, meetings)
+        kept: tuple[Float64Array, Float64Array] | None = None,
+    ) -> tuple[Float64Array, float] | None:
+        """`run_alike`."""
+        needs, stream = self.prepared.waits(shares.stream, self.overlap), _held(shares.stream, self.overlap)
+        return run_alike(self.prepared.lookup.table, stream, shares, needs, meetings, kept)
 
-    def _computing(self) -> tuple[Float64Array, Float64Array]:
-        """What ranks compute, [num_ranks], and the seconds of their actions, [num_actions, num_ranks]."""
-        seconds = self._seconds()
-        kinds = [CODES[kind] for kind in COMPUTE_KINDS]
-        computes = (seconds.stream == COMPUTE) & np.isin(self.prepared.lookup.table.kind, kinds)
-        busy_s, total_s = np.zeros(self.prepared.num_copies), seconds.held_s
-        for action in np.flatnonzero(computes).tolist():  # Without a copy of all of them.
-            busy_s += total_s[action]
-        total_s += seconds.tensor_s
-        return busy_s, total_s
+    def _computing(self) -> Float64Array:
+        """What ranks compute, the sum of all that their actions take, and another sum of it, [3, num_ranks]."""
+        shares, kinds = self._shares(), [CODES[kind] for kind in COMPUTE_KINDS]
+        computes = (shares.stream == COMPUTE) & np.isin(self.prepared.lookup.table.kind, kinds)
+        told = np.zeros((3, self.prepared.num_copies))
+        weights = np.linspace(0.0, 1.0, len(computes)).tolist()
+        for action, (weight, is_computing) in enumerate(zip(weights, computes.tolist())):
+            total_s = shares.total_s(action)
+            if is_computing:
+                told[0] += shares.held_s(action)
+            told[1] += total_s
+            told[2] += weight * total_s
+        return told
 
     def _expand(self, meetings: Float64Array, ranks: Int64Array) -> Timeline:
         """The spans of some ranks, which meet the others as they did. Simulating these anew takes less than keeping
         what a search hardly reads."""
-        seconds = self._seconds(ranks)
-        start_s, end_s = np.empty_like(seconds.held_s), seconds.held_s.copy()
-        self._run(replace(seconds, held_s=end_s), start_s, meetings)
+        shares = self._shares(ranks)
+        seconds = shares.all()
+        start_s, end_s = np.empty((2, *seconds.held_s.shape))
+        self._run(shares, meetings, (start_s, end_s))
         columns = (column.T for column in (seconds.held_s, seconds.tensor_s, start_s, end_s))
         held_s, tensor_s, starts_s, ends_s = (np.ascontiguousarray(column).reshape(-1, 1) for column in columns)
         tiled = ActionSeconds(np.tile(seconds.stream, len(ranks)), held_s, tensor_s)

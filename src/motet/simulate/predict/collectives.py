@@ -52,8 +52,8 @@ class _Shared(NamedTuple):
     """
 
     slices: list[_Size]
-    shards: list[tuple[int, ...]]
-    replicas: list[tuple[int, ...]]
+    shards: list[range]
+    replicas: list[range]
 
 
 class Collectives:
@@ -137,7 +137,7 @@ class Collectives:
             _Shared([own for own in experts if own.total], *self._groups(stage, ep, of_copy)),
         ]
 
-    def _groups(self, stage: PlannedStage, ep: int, size: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    def _groups(self, stage: PlannedStage, ep: int, size: int) -> tuple[list[range], list[range]]:
         """The kinds of groups of ranks of a stage that share a copy, and of those that hold the same share of it.
 
         ep: how many ranks, one after the other, hold parts of their own. size: ranks that share a copy of a part.

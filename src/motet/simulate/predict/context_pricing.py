@@ -60,7 +60,7 @@ class ContextPricing:
         seconds, copied = np.zeros((2, items.num_replicas * num))
         if attention is None or (cp == 1 and items.cuts is None):
             return ContextPrice(seconds, copied)
-        groups = self.plan.cluster.unlike(unit.ranks, cp, apart=unit.tp)
+        groups: list[Sequence[int]] = list(self.plan.cluster.unlike(unit.ranks, cp, apart=unit.tp))
         # Where the description has no heads, all keys of a row count as one.
         heads, kv_heads = attention.num_heads // unit.tp, max(attention.num_kv_heads // unit.tp, 1)
         head_bytes = attention.kv_width / unit.tp / kv_heads * self.number_bytes

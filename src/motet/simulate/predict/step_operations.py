@@ -48,7 +48,7 @@ _COLUMNS = (*_OF_STAGE, "send_s", "return_s")
 _SENT_KIND = np.array([CODES[PARTNERS[kind]] if kind in (Kind.RECV_F, Kind.RECV_B) else CODES[kind] for kind in KINDS])
 """The code of each kind, but of RECV that of its SEND: both take place together."""
 _NONE = np.zeros((1, 1))
-_ROWS_AT_ONCE = 8
+_GROUPS_AT_ONCE = 1 << 12
 _NUM_KEPT = 8
 """Assignments of which is kept what replicas run together: those that a step's candidates have."""
 
@@ -228,10 +228,26 @@ class StepOperations:
         if self._parts != (parts := parts_of_passes(pricing)):
             self._parts = parts
             self.__dict__.pop("_shares", None)
-        constant, shares = self._shares
-        stage, edge = self._columns
-        islands = range(self.planned.layout.num_islands)
-        traffic, stages = Traffic(pricing), self.planned.stages
+        constant, terms = self._shares[0], self._terms(pricing)
+        count = self.planned.layout.num_islands * assignment.num_microbatches
+        durations: Int64Array = np.empty((count, len(constant)), dtype=np.int64)
+        # Some groups at a time, so that what is added up stays in the caches.
+        seconds, term = np.empty((len(constant), _GROUPS_AT_ONCE)), np.empty(_GROUPS_AT_ONCE)
+        for first in range(0, count, _GROUPS_AT_ONCE):
+            groups = slice(first, min(first + _GROUPS_AT_ONCE, count))
+            part, added = seconds[:, : groups.stop - first], term[: groups.stop - first]
+            for of_row, constant_s, of_groups in zip(part, constant.tolist(), terms):
+                of_row.fill(constant_s)
+                for share, column in of_groups:
+                    of_row += np.multiply(column[groups], share, out=added)
+            part *= NS_PER_S
+            durations[groups] = np.rint(part, out=part).T
+        return durations
+
+    def _terms(self, pricing: Pricing) -> list[list[tuple[float, Float64Array]]]:
+        """What is added up to the seconds of each row: shares of columns [num_islands * num_microbatches]."""
+        (_, shares), (stage, edge) = self._shares, self._columns
+        islands, traffic, stages = range(self.planned.layout.num_islands), Traffic(pricing), self.planned.stages
         prices = {number: pricing.islands(stages[number]) for number in set(stage[stage >= 0].tolist())}
         if traffic.has_calls:
             forward, backward = traffic.calls_s(islands), traffic.calls_s(islands, gradient=True)
@@ -239,24 +255,22 @@ class StepOperations:
                 number: one._replace(forward=one.forward + forward[:, number], input=one.input + backward[:, number])
                 for number, one in prices.items()
             }
-        shape = len(islands), assignment.num_microbatches
-        durations: Int64Array = np.empty((shape[0] * shape[1], len(constant)), dtype=np.int64)
-        # Some rows at a time: all of them twice would be most of what a search on thousands of ranks holds.
-        for first in range(0, len(constant), _ROWS_AT_ONCE):
-            rows = range(first, min(first + _ROWS_AT_ONCE, len(constant)))
-            seconds = np.zeros((len(rows), *shape))
-            for row, of_row in zip(rows, seconds):
-                of_row += constant[row]
-                for name, share in shares.items():
-                    if not share[row]:
-                        continue
-                    if name in _OF_STAGE:
-                        of_row += share[row] * getattr(prices[stage[row]], _OF_STAGE[name])
-                    else:
-                        of_row += share[row] * traffic.edge_s(edge[row], islands, gradient=name == "return_s")
-            seconds *= NS_PER_S
-            durations[:, rows.start : rows.stop] = np.rint(seconds, out=seconds).reshape(len(rows), -1).T
-        return durations
+        known: dict[tuple[str, int], Float64Array] = {}
+
+        def column(name: str, row: int) -> Float64Array:
+            key = name, int((stage if name in _OF_STAGE else edge)[row])
+            if key not in known:
+                if name in _OF_STAGE:
+                    seconds = getattr(prices[key[1]], _OF_STAGE[name])
+                else:
+                    seconds = traffic.edge_s(key[1], islands, gradient=name == "return_s")
+                known[key] = np.broadcast_to(seconds, (len(islands), pricing.assignment.num_microbatches)).ravel()
+            return known[key]
+
+        return [
+            [(float(share[row]), column(name, row)) for name, share in shares.items() if share[row]]
+            for row in range(len(stage))
+        ]
 
     def together(self, assignment: StepAssignment, durations: Int64Array, groups: Int64Array) -> Int64Array:
         """Nanoseconds of each island's step, int64 [num_islands], where replicas run the microbatches of which they

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -283,6 +284,12 @@ def test_memory_is_kept_under_the_cap():
     assert caught.value.sentence == "With 1F3, rank 1 holds 12 bytes of activations; it may hold 11."
     assert ">>1F3<<" in caught.value.grid
     assert high_water(zb_h1(2, 2), [1, 10]).tolist() == [2, 20]
+
+
+@pytest.mark.parametrize("program", [zb_h1(3, 4), split_parts(one_f_one_b(3, 4), 0, 2, 2)])
+def test_many_islands_hold_what_each_holds_by_itself(program):
+    held = np.random.default_rng(0).random((300, 3, 4))
+    assert high_water(program, held).tolist() == [high_water(program, each).tolist() for each in held]
 
 
 def test_wrong_arguments_are_named():

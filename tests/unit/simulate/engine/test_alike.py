@@ -1,4 +1,5 @@
 import sys
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -70,6 +71,22 @@ def test_bubbles_of_ranks_that_are_alike_are_those_of_the_whole_program(monkeypa
     found, expected = bubbles(alike), bubbles(whole)
     assert (found.step_s, found.busy_s.tolist()) == (expected.step_s, expected.busy_s.tolist())
     assert found.idle_s.tolist() == expected.idle_s.tolist()
+
+
+def test_ranks_that_are_alike_are_simulated_without_a_table_of_all_that_they_do():
+    num_ranks, num_microbatches = 2_000, 2
+    made = data_parallel({"image": True, "backbone": True}, num_ranks, num_microbatches)
+    made = split_parts(split_parts(made, 0, 40, 40), 1, 40, 40)
+    prepared, rng = Prepared(made), np.random.default_rng(0)
+    given = StageTimes(*rng.random((3, 2 * num_ranks, num_microbatches)))
+    tracemalloc.start()
+    try:
+        timeline = simulate(prepared, given)
+        assert len(bubble_shares(timeline)) == num_ranks
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < len(timeline) * np.dtype(np.float64).itemsize
 
 
 def test_a_timeline_of_ranks_that_are_alike_is_named_and_has_no_other_columns():
