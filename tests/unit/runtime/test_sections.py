@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from motet.ahead import MadeAhead
 from motet.core.errors import ArgumentError
 from motet.core.plan import Plan, Unit
 from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
@@ -60,7 +61,7 @@ def run(recompute):
     ]
     stage = SectionedStage(sections, True, torch.device("cpu"))
     media = {"image": (torch.arange(12.0).view(4, 3) / 12, torch.ones(1, 1, dtype=torch.int64))}
-    batch = SimpleNamespace(media=media, inputs=media.get, draws=None)
+    batch = SimpleNamespace(media=media, inputs=media.get, draws=None, ahead=MadeAhead())
     torch.manual_seed(1)
     held, runs = stage.forward(batch, {})
     in_forward = module.num_run
