@@ -27,8 +27,8 @@ Any `torch.nn.Module` with the members of `Encoder` can be an encoder. Further m
                      item: its rows meet in attention alone, or where the encoder gets those of others
                      (`row_copies.rows_wanted`). In front of queries `layers()` says what length of an item makes a row
                      (`Layer.divisor`). Default: items are computed whole.
-    num_hidden(sizes): int64 [num_items], rows of each item in blocks, without class rows, where ranks share items.
-                     Default: as `lengths`.
+    num_hidden(sizes): int64 [num_items], rows of each item in blocks, without class rows and padding. Default: as
+                     `lengths`.
     halves:          two functions (layer, hidden, ...) of a block's layer and of what the block is called with: its
                      attention, then its MLP, each with its norm and residual. Together they compute what the layer
                      does. With them, halves of blocks can fill bubbles of a pipeline. Default: a block runs whole.
