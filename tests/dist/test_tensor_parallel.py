@@ -443,6 +443,19 @@ def test_a_copy_of_a_model_has_the_same_ranks(kind):
     assert deepcopy({"of": ranks})["of"] is ranks
 
 
+def _copied_rows(rank, num_ranks):
+    model = build("llama", {}, "siglip").eval()
+    divided(model, TensorRanks(dist.group.WORLD, rank, num_ranks))
+    sequences, media = examples(model, "siglip")
+    each = model, deepcopy(model)
+    return [float(one.backbone(sequences, {"item": one.encoders["item"](*media["item"])})[0]) for one in each]
+
+
+def test_a_copy_of_a_divided_model_computes_the_same():
+    for own, of_copy in run_ranks(_copied_rows, 2):
+        assert own == of_copy
+
+
 @pytest.mark.parametrize("path", ["self_attn.o_proj", "mlp.up_proj"])
 def test_products_with_hooks_or_another_forward_cannot_be_divided(path):
     """Layers of ranks take the place of the last ones, and would leave out what was set on them."""

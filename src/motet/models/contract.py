@@ -31,8 +31,8 @@ Any `torch.nn.Module` with the members of `Encoder` can be an encoder. Further m
                      size_dim] and of `shared` as `forward` takes it, or None. With it the thread that loads makes what
                      attention asks of the host; `extents.extents_of` is what `through` gets them by. Default: they are
                      made in passes.
-    num_hidden(sizes): int64 [num_items], rows of each item in blocks, without class rows, where ranks share items.
-                     Default: as `lengths`.
+    num_hidden(sizes): int64 [num_items], rows of each item in blocks, without class rows and padding. Default: as
+                     `lengths`.
     halves:          two functions (layer, hidden, ...) of a block's layer and of what the block is called with: its
                      attention, then its MLP, each with its norm and residual. Together they compute what the layer
                      does. With them, halves of blocks can fill bubbles of a pipeline. Default: a block runs whole.

@@ -111,7 +111,7 @@ class LayerPricing:
         if unit.tp > 1:
             groups = self.plan.cluster.unlike(unit.ranks, unit.tp)
             tensor_s = np.max([self.cost.tensor_seconds(layer, work, ranks) for ranks in groups], axis=0)
-        # In a backbone, sums take as long as gathers of rows. An encoder has no others, but an all-reduce for each sum.
+        # Sums of a backbone take as long as gathers of rows. Encoders whose sums are apart have all-reduces alone.
         beside_s = 0.5 * tensor_s if name == BACKBONE else tensor_s
         if unit.ep > 1 and layer.num_experts:
             tensor_s = tensor_s + self._experts_s(unit, layer, work.rows)
