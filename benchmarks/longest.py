@@ -87,7 +87,7 @@ def run_rank(
 
 def measured(length: int, num_ranks: int, recomputed: bool) -> Filled:
     """One sequence on all ranks. A collective."""
-    device, mesh = torch.device("cpu"), build_mesh(torch.device("cpu"))
+    device, mesh = torch.device("cpu"), build_mesh(torch.device("cpu"), shard_size=1)
     model = build_mllm(MODEL, VOCABULARY)
     spec, parameters = model_spec(model), sum(p.numel() * p.element_size() for p in model.parameters())
     tokens = np.arange(length) % VOCABULARY

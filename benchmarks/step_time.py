@@ -228,7 +228,8 @@ def result_rows(figures: Mapping[str, dict]) -> list[rows.Row]:
 
 def measure(device: torch.device, options: Options, ways: Mapping[str, dict]) -> dict[str, dict]:
     """Figures of each way. ways: what a table [balance] of a recipe would hold; "off" and "auto" among them."""
-    mesh = build_mesh(device)
+    fsdp = FSDPConfig(shard_size=1) if options.cut else FSDPConfig()
+    mesh = build_mesh(device, shard_size=fsdp.shard_size)
     rng = np.random.default_rng(options.seed)
     groups = read_table(options.lengths) if options.lengths else sample_table(rng)
     model = build_mllm(MODEL, VOCABULARY).to(device)
@@ -236,7 +237,6 @@ def measure(device: torch.device, options: Options, ways: Mapping[str, dict]) ->
         "image": rng.standard_normal((1 << 16, PATCH_DIM), np.float32),
         "audio": rng.standard_normal((1 << 14, MEL_BINS), np.float32),
     }
-    fsdp = FSDPConfig(shard_size=1) if options.cut else FSDPConfig()
     on_node = {"ranks_per_node": options.ranks_per_node or None, "waits": fsdp.waits}
     orchestrators = {
         way: build_orchestrator(BalanceConfig(**table), model, mesh.num_ranks, device, torch.float32, **on_node)
@@ -358,7 +358,8 @@ def over_ideal(figures: dict[str, dict], num_ranks: int, num_cores: int) -> dict
 
     The ideal is the processor time of whole items ("joint"), the mean over ranks; passes also wait for sums of
     gradients. With a core for each rank steps are held against it; with fewer, which is marked, the processor time of
-    the busiest rank.
+    the busiest rank. That stands beside steps in any case: it is the mean of all ranks, which is what a way computes
+    more, times what is left of the imbalance. What a step takes more are waits, and what else the machine does.
     predicted: seconds of a way over those of "joint", as predicted before the step; measured: as it turned out.
     """
     has_cores = num_cores >= num_ranks
@@ -384,16 +385,22 @@ def over_ideal(figures: dict[str, dict], num_ranks: int, num_cores: int) -> dict
             for way, each in by_batch.items()
         },
         "over_joint": gains,
+        "processor": {
+            way: {of: float(np.median(np.divide(it[of], ideal_s))) for of in ("cpu_s", "mean_cpu_s")}
+            for way, it in figures.items()
+        },
     }
 
 
 def show_over_ideal(found: dict) -> None:
     print(
-        f"\n{found['of']} over all work divided by the ranks, medians; and of batches with {DOMINATED} or more jointly"
+        f"\n{found['of']} over all work divided by the ranks, medians; of batches with {DOMINATED} or more jointly; "
+        "and processor time of the busiest rank, and the mean"
     )
     for way, median in found["median"].items():
         of_dominated = found["median_of_dominated"][way]
-        print(f"{way:10}{median:8.3f}{'' if of_dominated is None else f'{of_dominated:10.3f}'}")
+        busiest, mean = (found["processor"][way][of] for of in ("cpu_s", "mean_cpu_s"))
+        print(f"{way:10}{median:8.3f}{of_dominated or np.nan:10.3f}{busiest:10.3f}{mean:8.3f}")
     print(f"batches so dominated: {found['num_dominated']}")
     for way, gain in found["over_joint"].items():
         off = np.divide(gain["predicted"], gain["measured"])

@@ -65,7 +65,13 @@ def test_a_number_without_a_dimension_is_not_shared_out():
     model.backbone.gate = nn.Parameter(torch.tensor(0.5))
     with pytest.raises(UserError, match="The weight gate of 'backbone' is a number without a dimension"):
         shard(model, SimpleNamespace(is_sharded=True, is_divided=False), FSDPConfig())
-    shard(model, SimpleNamespace(is_sharded=False, is_divided=False), FSDPConfig(shard_size=1))
+    shard(model, SimpleNamespace(is_sharded=False, is_divided=False, shard_size=1), FSDPConfig(shard_size=1))
+
+
+@pytest.mark.parametrize(("stated", "built"), [(1, 4), (4, 2)])
+def test_a_mesh_of_other_shards_than_are_stated_is_refused(stated, built):
+    with pytest.raises(ValueError, match=rf"shard_size is {stated}, but the mesh is one of {built}"):
+        shard(NoBlocks(), SimpleNamespace(shard_size=built), FSDPConfig(shard_size=stated))
 
 
 @pytest.mark.parametrize(

@@ -297,17 +297,18 @@ class ContextItems:
         if query.shape[2] != max(num_rows, 1):
             raise ValueError(f"attention got {query.shape[2]} rows; this rank has {num_rows}")
         if not num_rows:
-            met = self._meet(*(x[:, :, :0] for x in (query, key, value)), how)
+            met = self._started(*(x[:, :, :0] for x in (query, key, value)), how)()
             return query.transpose(1, 2) * 0 + met[:0].sum()
         if not num_whole:
-            return self._meet(query, key, value, how)
+            return self._started(query, key, value, how)()
         if dropout and draws_by_item():
             return self._attend_at_once(query, key, value, how)
         (query, shared_query), (key, shared_key), (value, shared_value) = (
             x.split([num_whole, num_rows - num_whole], dim=2) for x in (query, key, value)
         )
-        of_whole = self._of_whole(query, key, value, how)
-        met = self._meet(shared_query, shared_key, shared_value, how)
+        meet = self._started(shared_query, shared_key, shared_value, how)
+        of_whole = self._of_whole(query, key, value, how)  # Beside the way of the others' keys.
+        met = meet()
         return torch.cat([of_whole, met], dim=1) if num_rows > num_whole else of_whole + met[:0].sum()
 
     def _of_whole(self, query: Tensor, key: Tensor, value: Tensor, how: Scoring) -> Tensor:
@@ -342,19 +343,19 @@ class ContextItems:
         """The window; None where it hides nothing."""
         return None if window is not None and window >= self._rows.lengths.max(initial=0) else window
 
-    def _meet(self, query: Tensor, key: Tensor, value: Tensor, how: Scoring) -> Tensor:
-        """As `attend`, of shared documents. A rank without rows of them gets some tensor, with the graph of what it has
-        taken part in.
+    def _started(self, query: Tensor, key: Tensor, value: Tensor, how: Scoring) -> Callable[[], Tensor]:
+        """As `attend`, of shared documents, whose keys are on their way when this returns. A rank without rows of them
+        gets some tensor, with the graph of what it has taken part in.
         """
         how = how._replace(window=self._reached(how.window))
         method = self.method_for(query.shape[1], key.shape[1], how.window)
         if method == ULYSSES:
-            return self._attend_by_heads(query, key, value, how)
+            return lambda: self._attend_by_heads(query, key, value, how)
         items, copies = self._keys_for(how.window, method == ALL_GATHER, query.device)
         seen = copies.one_ahead(self._by_group(key, value))
         if not query.shape[2]:
-            return torch.stack([each[:0].sum() for each in seen])
-        return self._attend_by_group(items, query, seen, how._replace(window=None))  # Its table has the window.
+            return lambda: torch.stack([each[:0].sum() for each in seen])
+        return lambda: self._attend_by_group(items, query, seen, how._replace(window=None))  # Its table has the window.
 
     def _by_group(self, key: Tensor, value: Tensor) -> list[Tensor]:
         """As of `attend` -> of each group of heads, keys and values [rows, 2 kv_heads of the group, head_dim]."""
@@ -365,7 +366,8 @@ class ContextItems:
                 f"{counted_words(kv_heads, 'head')} of keys and values of a rank."
             )
         of_groups = zip(key[0].split(size), value[0].split(size), strict=True)
-        return [torch.cat(both).transpose(0, 1) for both in of_groups]
+        # Row by row, as rows are sent: of rows that do not lie together, picking some takes three times as long.
+        return [torch.cat([x.transpose(0, 1) for x in both], dim=1) for both in of_groups]
 
     def _attend_by_group(self, items: TableItems, query: Tensor, seen: Iterator[Tensor], how: Scoring) -> Tensor:
         """As `TableItems.attend`. seen: as of `_by_group`, one after the other."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,7 +29,9 @@ class RowCopies:
     """Copies of rows that go from rank to rank. moves: which rows. share: has their group, and counts their bytes."""
 
     def __init__(self, moves: RowMoves, share: SharedRows | SharedAttention, device: torch.device) -> None:
-        self._index = Staged([moves.send, moves.order], device)
+        # Which row goes back at each place of what has come: to pick rows is faster than to put them somewhere.
+        back = np.argsort(moves.order)
+        self._index = Staged([moves.send, moves.order, back], device)
         self.num_sent, self.num_received = list(moves.num_sent), list(moves.num_received)
         self.share = share
 
@@ -42,6 +45,11 @@ class RowCopies:
         """Where each row stands in what it gets, on the device."""
         return self._index.there[1]
 
+    @property
+    def back(self) -> Tensor:
+        """The inverse of `order`."""
+        return self._index.there[2]
+
     def of(self, rows: Tensor) -> Tensor:
         """rows [n, ...] of this rank -> the rows that it gets, [num_wanted, ...]. A collective, in backward too."""
         return self.started(rows).arrived()
@@ -51,12 +59,14 @@ class RowCopies:
         return RowsUnderWay(self, rows)
 
     def one_ahead(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
-        """As `of`, part by part: the next is on its way while one is in use.
+        """As `of`, part by part: the first is on its way from here on, and the next while one is in use.
 
         In backward gradients of one are on their way while those of the part before it are computed. Ranks take each.
         """
-        under_way = self.started(parts[0])
-        for part in parts[1:]:
+        return self._behind(self.started(parts[0]), parts[1:])
+
+    def _behind(self, under_way: RowsUnderWay, parts: Sequence[Tensor]) -> Iterator[Tensor]:
+        for part in parts:
             now, under_way = under_way, self.started(part)
             yield now.arrived()
         yield under_way.arrived()
@@ -139,6 +149,5 @@ class _Arrive(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         under_way: RowsUnderWay = ctx.under_way
-        returned = torch.empty_like(gradient).index_copy_(0, under_way.copies.order, gradient)
-        under_way.leave(returned, backward=True)
+        under_way.leave(gradient.index_select(0, under_way.copies.back), backward=True)
         return gradient.new_empty(0), None

@@ -167,7 +167,8 @@ def shard(
     """Prepare every module of the model, in place, for the whole copy, or the share of one, that this rank holds.
 
     Parameters must be initialised alike on all ranks, and already frozen if they are to be frozen. Raises UserError if
-    config.recompute does not fit the blocks that can be recomputed, and for a parameter that cannot be shared out.
+    config.recompute does not fit the blocks that can be recomputed, and for a parameter that cannot be shared out;
+    ValueError for a mesh of another `shard_size` than the config states.
 
     cuts:    name -> the dimension in which tensor-parallel ranks cut a parameter. The model's layers are already those
              of such a rank (`models/divided.py`).
@@ -180,6 +181,11 @@ def shard(
                 f"fsdp.recompute: module {phase!r} names no blocks that can be recomputed; set it to false, or say the "
                 "blocks of other modules."
             )
+    if config.shard_size is not None and config.shard_size != mesh.shard_size:
+        raise ValueError(
+            f"shard_size is {config.shard_size}, but the mesh is one of {mesh.shard_size}: build it by "
+            f"build_mesh(device, shard_size={config.shard_size})"
+        )
     counts = config.recomputed({phase: len(_recomputable(module)) for phase, module in modules.items()})
     for phase, module in modules.items():
         recompute_first(module, counts.get(phase, 0))

@@ -93,9 +93,14 @@ class Mesh:
         return of_other_examples(self.tensor_size)
 
     @property
+    def shard_size(self) -> int:
+        """How many ranks hold one copy of the parameters, or of a tensor-parallel rank's, between them."""
+        return self.shards.size(self.shards.ndim - 1)
+
+    @property
     def is_sharded(self) -> bool:
         """Whether several ranks hold one copy of the parameters, or of a tensor-parallel rank's, between them."""
-        return self.shards.size(self.shards.ndim - 1) > 1
+        return self.shard_size > 1
 
     @property
     def is_hybrid(self) -> bool:

@@ -12,11 +12,13 @@ import torch.distributed as dist
 from motet.core.attention_table import AttentionTable
 from motet.core.context_rows import ContextRows
 from motet.core.errors import UserError
+from motet.models.attention import PackedItems
 from motet.models.context_items import ContextItems
 from motet.models.row_copies import RowCopies
 from motet.models.table_items import TableItems
 
 LENGTHS, HEADS, KV_HEADS, HEAD_DIM = [5, 3], 6, 3, 4
+HOW = None, 0.0, None  # scale, dropout, window
 FORWARD = ["start", "start", "arrive", "attend", "start", "arrive", "attend", "arrive", "attend"]
 BACKWARD = ["attend", "start", "attend", "start", "arrive", "attend", "start", "arrive", "arrive"]
 
@@ -119,3 +121,38 @@ def test_heads_that_groups_do_not_divide_are_refused():
     query, key, value = (drawn(1, heads, sum(LENGTHS), HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     with pytest.raises(UserError, match=r"context\.head_groups is 2, and does not divide the 3 heads of keys"):
         ContextItems(share(), head_groups=2).attend(query, key, value, None, 0.0, None)
+
+
+def test_whole_documents_attend_while_keys_of_shared_ones_are_on_their_way(monkeypatch):
+    """And so do their gradients, in backward. The first of two documents is whole here; all is equal bit by bit."""
+    torch.manual_seed(0)
+    events, attend_whole, attend_shared = [], PackedItems.attend, TableItems.attend
+
+    def noted(name, attend):
+        def attended(items, *args):
+            found = attend(items, *args)
+            events.append(name)
+            found.register_hook(lambda gradient: events.append(name))
+            return found
+
+        return attended
+
+    leaves = [drawn(1, heads, sum(LENGTHS), HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    parts = [x.split(LENGTHS, dim=2) for x in leaves]
+    alone = torch.cat(
+        [TableItems(AttentionTable.packed([x.shape[2]])).attend(x, *rest, *HOW) for x, *rest in zip(*parts)], dim=1
+    )
+    gradient = torch.randn_like(alone)
+    expected = torch.autograd.grad(alone, leaves, gradient)
+    of_rank = share()
+    of_rank.num_whole = 1
+    items = ContextItems(of_rank)
+    monkeypatch.setattr(items._whole, "attend", noted("whole", attend_whole).__get__(items._whole))
+    monkeypatch.setattr(TableItems, "attend", noted("shared", attend_shared))
+    monkeypatch.setattr(dist, "all_to_all_single", ToItself(events))
+    found = items.attend(*leaves, *HOW)
+    assert events == ["start", "whole", "arrive", "shared"]
+    events.clear()
+    gradients = torch.autograd.grad(found, leaves, gradient)
+    assert events == ["shared", "start", "whole", "arrive"]
+    assert torch.equal(found, alone) and all(map(torch.equal, gradients, expected))
