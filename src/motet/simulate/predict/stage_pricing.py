@@ -53,9 +53,6 @@ class StagePrices(NamedTuple):
     held: Float64Array
 
 
-_FIELDS = {name: number for number, name in enumerate(StagePrices._fields)}
-
-
 class PassPrices(NamedTuple):
     """Seconds of the passes of one stage, [len(islands), num_microbatches]. backward: recomputation included."""
 
@@ -91,6 +88,8 @@ class Pricing:
         # Not `functools.cache` of own methods: what holds itself, and large arrays, waits for the garbage collector.
         self._known_stages: dict[object, StagePrices] = {}
         self._known_sums: dict[object, StagePrices] = {}
+        self._known_busy: dict[object, Float64Array] = {}
+        self._known_held: dict[object, Float64Array] = {}
         self._known_flops: dict[StageLayer, float] = {}
         self._known_passes: dict[tuple[StageLayer, int], Float64Array] = {}
         self._known_parts: dict[object, tuple[Part, ...]] = {}
@@ -137,18 +136,14 @@ class Pricing:
         islands = range(self.num_islands)
         held = np.zeros((len(islands), len(self.planned.stages), self.assignment.num_microbatches))
         for kind, replicas in self._replicas(islands):
-            held[:, kind.numbers] = self._seconds(kind.stage.key).held[replicas]
+            held[:, kind.numbers] = self._held_bytes(kind.stage)[replicas]
         return held
 
     def busiest_rank_s(self) -> Float64Array:
         """For each island, the sum over microbatches of the seconds on the busiest rank, [num_islands]."""
-        shape = self.num_islands, self.planned.program.num_ranks, self.assignment.num_microbatches
-        total_s, known = np.zeros(shape), dict[int, Float64Array]()  # By the prices, which alike stages share.
+        total_s = np.zeros((self.num_islands, self.planned.program.num_ranks, self.assignment.num_microbatches))
         for kind, replicas in self._replicas(range(self.num_islands)):
-            prices = self._seconds(kind.stage.key)
-            if id(prices) not in known:
-                known[id(prices)] = np.sum(prices[:-1], axis=0)
-            total_s[:, kind.ranks] += known[id(prices)][replicas]
+            total_s[:, kind.ranks] += self._busy_s(kind.stage)[replicas]
         busiest_s: Float64Array = total_s.max(axis=1).sum(axis=1)
         return busiest_s
 
@@ -232,6 +227,33 @@ class Pricing:
             return StagePrices(*(table[replicas] for table in self._seconds(key)))
         return self._of_stage(self._first[key], replicas)
 
+    def _busy_s(self, stage: PlannedStage) -> Float64Array:
+        """Seconds of all passes of a stage of a pipeline, [num_replicas, num_microbatches]."""
+        ((layers, _),) = self._cases(stage)
+        key = (stage.unit.name, *layers.items())
+        if key not in self._known_busy:
+            busy_s = np.zeros(self._shape(stage))
+            for placed, count in layers.items():
+                forward, backward = self._layer_passes(placed, stage)
+                busy_s += count * (forward + backward)
+            self._known_busy[key] = busy_s
+        return _added(self._known_busy[key], *self._entries(stage), *given_seconds(self, stage))
+
+    def _held_bytes(self, stage: PlannedStage) -> Float64Array:
+        """`StagePrices.held` of a stage, [num_replicas, num_microbatches]."""
+        if stage.key in self._known_stages or self.recomputed:
+            return self._seconds(stage.key).held
+        ((layers, _),) = self._cases(stage)
+        key = (stage.unit.name, *layers.items())
+        if key not in self._known_held:
+            held = np.zeros(self._shape(stage))
+            for placed, count in layers.items():
+                kept = self.layer_pricing.of_passes(placed, stage.unit.tp).get("held")
+                if kept is not None:
+                    held += count * kept.reshape(held.shape)
+            self._known_held[key] = held
+        return _added(self._known_held[key], self._held_inside(stage) + self._held_rows(stage))
+
     def _stage_flops(self, stage: PlannedStage) -> float:
         """Operations of a stage, over all replicas of its unit."""
         total = 0.0
@@ -287,8 +309,7 @@ class Pricing:
             "backward_tensor": back,
             "held": self._held_inside(stage) + self._held_rows(stage),
         }
-        added = {name: getattr(prices, name) + table[of] for name, table in beside.items() if table.any()}
-        return prices._replace(**added) if added else prices
+        return prices._replace(**{name: _added(getattr(prices, name), table[of]) for name, table in beside.items()})
 
     def _entries(self, stage: PlannedStage) -> tuple[Float64Array, Float64Array]:
         """What forward and recomputation take where they begin inside modules (`CostModel.entry_seconds`).
@@ -336,12 +357,16 @@ class Pricing:
     def _sum(
         self, stage: PlannedStage, layers: Mapping[StageLayer, int], replicas: Int64Array | slice = slice(None)
     ) -> StagePrices:
-        shape = len(StagePrices._fields), *self._shape(stage)
-        total = np.zeros((shape[0], *np.shape(replicas), shape[2]) if isinstance(replicas, np.ndarray) else shape)
+        """What is 0 throughout has no memory of its own."""
+        shape = self._shape(stage)
+        of_some = (*replicas.shape, shape[1]) if isinstance(replicas, np.ndarray) else shape
+        none: Float64Array = np.broadcast_to(_ZERO, of_some)
+        total: dict[str, Float64Array] = {}
         for placed, count in layers.items():
             for name, prices in self.layer_pricing.of_passes(placed, stage.unit.tp).items():
-                total[_FIELDS[name]] += count * prices.reshape(shape[1:])[replicas]
-        return StagePrices(*total)
+                added = count * prices.reshape(shape)[replicas]
+                total[name] = np.add(total[name], added, out=total[name]) if name in total else added
+        return StagePrices(*(total.get(name, none) for name in StagePrices._fields))
 
     def _sum_of_all(self, stage: PlannedStage, layers: Mapping[StageLayer, int]) -> StagePrices:
         """`_sum` of all replicas, kept for stages with the same layers."""
@@ -360,3 +385,11 @@ class Pricing:
             forward = prices.forward + prices.forward_tensor
             self._known_passes[key] = np.stack([forward, np.sum(prices[:-1], axis=0) - forward])
         return self._known_passes[key]
+
+
+def _added(column: Float64Array, *others: Float64Array) -> Float64Array:
+    """The column with others added to it; itself, where they are 0."""
+    for other in others:
+        if any(other.strides) and other.any():  # What is 0 throughout has no memory of its own.
+            column = column + other
+    return column
