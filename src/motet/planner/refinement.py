@@ -1,5 +1,6 @@
 """The fastest Plans of a search, made faster step by step: from each to a neighbour that is faster; where none is, on
-from the least slow one, as far as the budget reaches. Then the same within each shape of the backbone.
+from the least slow one, as far as the budget reaches. Then the same within each shape of the backbone and within each
+virtual pipeline, from the fastest Plan that was simulated. Last, what lacks little memory, in other orders.
 
 Estimates in closed form decide what is proposed and simulated. They are some per cent wrong, so a neighbour of a
 proposed Plan, or one that was proposed and not given its best order of examples, may be the fastest. On few ranks,
@@ -50,8 +51,11 @@ from motet.simulate.predict.prediction import Prediction
 BUDGET, SIMULATION = 120_000, 1_500
 """What the refinement of a strategy's or shape's Plans spends, so that it finds what it would find alone. A simulation
 costs as many spans as its Timeline has, and SIMULATION more: what does not depend on spans takes about as long."""
-_AS_CHAINS, _IN_OTHER_ORDERS = "as chains", "in other orders"
-"""The purses of `Refinement._as_chains` and `Refinement._in_other_orders`, so that they leave descents theirs."""
+_AS_CHAINS, _PASSED, _IN_OTHER_ORDERS = "as chains", "passed", "in other orders"
+"""Purses beside those of strategies and shapes: of `Refinement._as_chains`, of all descents from Plans that others have
+passed, and of `Refinement._in_other_orders`."""
+_SHARE_PASSED = 0.5
+"""What the second of these has of a budget."""
 REFINED_RANKS = 8
 """On more ranks than this, the budget falls with the square of their number: closed forms are the better, and a search
 takes the longer."""
@@ -86,7 +90,7 @@ class Refinement:
         self.job, self.pins, self.strategies, self.suitable = job, pins, strategies, suitable
         self.to_beat_s = to_beat_s
         budget = BUDGET * min(1.0, REFINED_RANKS / job.cluster.num_ranks) ** 2
-        self.left: dict[Hashable, float] = defaultdict(lambda: budget)
+        self.left: dict[Hashable, float] = defaultdict(lambda: budget, {_PASSED: _SHARE_PASSED * budget})
         self.seen = set[str]()
         self._known: dict[str, SimulatedCandidate | None] = {}
         self._slower: list[SimulatedCandidate] = []
@@ -150,12 +154,12 @@ class Refinement:
         starts = sorted([*improved, *self._passed()], key=lambda one: one.prediction.step_s)
         for shape, start in {_Shape.of(one.candidate.plan): one for one in reversed(starts)}.items():
             if start.prediction.step_s <= limit_s and not shape.is_colocated:
-                improved = self._within(shape, start, shape, improved)
+                purse = shape if any(one is start for one in improved) else _PASSED
+                improved = self._within(shape, start, purse, improved)
         return improved
 
     def _within_virtual_pipelines(self, improved: list[SimulatedCandidate]) -> list[SimulatedCandidate]:
-        """The results with the fastest of each schedule of several stages a rank made faster in its shape, by more cuts
-        and with what its shape's descent has left.
+        """The results with the fastest of each schedule of several stages a rank, by shape, made faster by more cuts.
 
         What is even for ranks with several stages may be many moves of a block away.
         """
@@ -163,7 +167,7 @@ class Refinement:
         starts = sorted([*improved, *self._passed()], key=lambda one: one.prediction.step_s)
         for kept, start in {_Pipeline.of(one.candidate.plan): one for one in reversed(starts)}.items():
             if start.prediction.step_s <= limit_s and is_virtual(start.candidate.plan.unit_of(BACKBONE)):
-                improved = self._within(kept, start, kept.shape, improved)
+                improved = self._within(kept, start, _PASSED, improved)
         return improved
 
     def _within(
