@@ -8,10 +8,11 @@ The space, for N ranks:
   examples; ZeRO 0, and ZeRO 1, 2 and 3 over groups of every divisor of DP; every way of balancing.
 - pipelines: the modules in every partition into units. A unit with the backbone is a chain of its encoders and the
   backbone. Encoders alone, or together in one unit, are on ranks of their own; or all are on the backbone's ranks
-  before and after its passes; or some are replicated in its stages. Each unit has TP 1, 2, 4, 8, CP 1, 2, PP and DP of
+  before and after its passes; or some are replicated in its stages. Each unit has TP 1, 2, 4, 8, and CP, PP and DP of
   its own, whether or not they divide each other or the examples; every cut of its blocks; every microbatch size; 1F1B,
   interleaved 1F1B with 2 and 3 chunks, ZB-H1 and ZB-V where the schedule allows it. Ranks may be left over.
-- a unit's ZeRO stage, orders of examples, and ways of balancing pipelines.
+- a unit's ZeRO stage, orders of examples, ways of balancing pipelines, and groups under caps of the backbone and an
+  encoder, the least under which no batch that is drawn has more groups than microbatches.
 
 Tensor-parallel groups are inside a node or whole nodes, as the units with the largest TP come first.
 
@@ -31,7 +32,7 @@ What is left out:
    NUM_CHOICES cuts for given degrees.
 4. What would be too slow even if it fitted without recomputation, which only adds to a step.
 5. What is left after `max_simulated`, the least bounds first; `Enumerated.is_whole` says whether any was.
-6. Groups of examples under caps (`Plan.microbatch_caps`).
+6. Groups under other caps, and caps of structures that are left out by their bound, which is of equally many examples.
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ from itertools import accumulate, pairwise, product
 
 import numpy as np
 
+from motet.assign.groups import groups_under
 from motet.core.arrays import Float64Array
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.core.plan import Plan, Unit
 from motet.core.spec import ModelSpec
-from motet.core.workload import BACKBONE, BatchLengths
+from motet.core.workload import BACKBONE, BatchLengths, total_lengths
 from motet.cost.flops import work_of
 from motet.cost.memory import stage_layers
 from motet.cost.model import CostModel, Work, backward_seconds
@@ -59,22 +61,25 @@ from motet.simulate.predict.memory import memory_of
 from motet.simulate.predict.predict import assign_batch, predict_assigned
 from motet.simulate.predict.stage_pricing import Pricing
 
-TENSOR_DEGREES, CONTEXT_DEGREES, CHUNKS = (1, 2, 4, 8), (1, 2), (2, 3)
+TENSOR_DEGREES, CHUNKS = (1, 2, 4, 8), (2, 3)
 NUM_CUTS, NUM_CHOICES = 2, 4
 MARGIN = 1.06
 BALANCES = ("off", "joint", "per_phase", "auto")
 ORDERS = ("intra", "inter", "both")
+CAP_GROWTH = 1.02
+"""The factor by which caps that are too small grow at a time."""
 
 
 @dataclass(frozen=True)
 class SmallJob:
-    """A job to enumerate. capacity_bytes: that a Plan may fill on a rank."""
+    """A job to enumerate. capacity_bytes: that a Plan may fill on a rank; drawn: batches that must fit under caps."""
 
     model: ModelSpec
     cluster: Cluster
     batch: BatchLengths
     cost: CostModel
     capacity_bytes: float
+    drawn: tuple[BatchLengths, ...] = ()
 
 
 @dataclass
@@ -203,9 +208,9 @@ def _lacks(job: SmallJob, plan: Plan) -> bool:
 
 
 def _varied(job: SmallJob, found: Enumerated, step_s: float, plan: Plan) -> None:
-    """ZeRO stages by unit, orders and ways of balancing, one field after the other."""
+    """ZeRO stages by unit, orders and ways of balancing, and groups, one field after the other."""
     best_s, best = step_s, plan
-    for variants in (_zeros, _dealt):
+    for variants in (_zeros, _dealt, lambda best: _grouped(job, best)):
         for variant in list(variants(best)):
             try:
                 check_fit(variant)
@@ -238,6 +243,27 @@ def _dealt(plan: Plan) -> Iterator[Plan]:
         yield replace(plan, order=order)
     for balance in ("joint", "per_phase"):
         yield replace(plan, balance=balance)
+
+
+def _grouped(job: SmallJob, plan: Plan) -> Iterator[Plan]:
+    """Microbatches that are groups under caps, as they come and in the best order."""
+    if plan.schedule == "data_parallel" or plan.microbatch_size == 1:
+        return
+    for module in job.model.modules:
+        if module.name != BACKBONE:
+            caps = _least_caps(job, (module.name, BACKBONE), plan.batch_size // plan.microbatch_size)
+            for order in ("given", "both"):
+                yield replace(plan, balance="off", order=order, microbatch_caps=caps)
+
+
+def _least_caps(job: SmallJob, names: tuple[str, str], most: int) -> dict[str, int]:
+    """Caps of two modules in the ratio of their lengths, the least under which each batch is `most` groups or fewer."""
+    sizes = [{name: total_lengths(batch, name) for name in names} for batch in (job.batch, *job.drawn)]
+    factor, caps = 1.0, dict[str, int]()
+    while not caps or any(groups_under(caps, size, most) is None for size in sizes):
+        caps = {name: max(round(factor * max(size[name].sum() for size in sizes) / most), 1) for name in names}
+        factor *= CAP_GROWTH
+    return caps
 
 
 # ------------------------------------------------------------------------------------------------------ structures
@@ -386,7 +412,7 @@ class _Structures:
     def _degrees(self) -> Iterator[tuple[int, int, int, int, int]]:
         num_blocks = sum(len(module.blocks) for module in self.job.model.modules)
         for tp in self._tensor_degrees():
-            for cp in CONTEXT_DEGREES:
+            for cp in range(1, self.num_ranks // tp + 1):
                 for pp in range(1, min(self.num_ranks // (tp * cp), num_blocks) + 1):
                     for dp in range(1, self.num_ranks // (tp * cp * pp) + 1):
                         for size in _divisors(self.batch_size // dp) if self.batch_size % dp == 0 else ():
@@ -418,7 +444,7 @@ class _Structures:
         most = self.num_ranks - 1
         found = []
         for tp in self._tensor_degrees():
-            for cp in CONTEXT_DEGREES:
+            for cp in range(1, self.num_ranks // tp + 1):
                 for pp in range(1, min(most // (tp * cp), num_blocks) + 1):
                     for dp in range(1, most // (tp * cp * pp) + 1):
                         cuts = self._cuts(names, tp, cp, pp, dp, size, 1, "1f1b")

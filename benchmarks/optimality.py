@@ -57,6 +57,8 @@ SHAPES = (
 )
 """Nodes and ranks of each."""
 MAX_SIMULATED = 400
+NUM_DRAWN = 4
+"""Batches of a job that must fit under caps."""
 WITHIN, EQUAL = 1.01, 1 + 1e-6
 BOUND_GOAL = 1.15
 
@@ -151,7 +153,8 @@ def answered(job: Job) -> SearchResult:
 def outcome_of(number: int, job: Job, result: SearchResult, max_simulated: int) -> Outcome:
     """The enumerator's search for something faster than the planner's answer."""
     best = result.best
-    small = SmallJob(job.model, job.cluster, job.batch, job.cost, job.capacity_bytes)
+    drawn = tuple(job.drawn(number) for number in range(1, NUM_DRAWN))
+    small = SmallJob(job.model, job.cluster, job.batch, job.cost, job.capacity_bytes, drawn)
     started = time.process_time()
     found = enumerate_plans(small, best.prediction.step_s, max_simulated)
     took_s = time.process_time() - started

@@ -70,6 +70,23 @@ def test_no_order_or_balance_is_below_the_bound(programs, number):
             assert bound_s <= prediction.step_s * (1 + 1e-9)
 
 
+def test_the_space_has_every_context_degree_and_groups_under_caps(programs):
+    """Job 1 has four ranks. What is grouped has no more groups than microbatches under its caps."""
+    optimality, enumerated, workload = programs
+    job = optimality.random_job(1, 0, workload)
+    drawn = tuple(job.drawn(number) for number in range(1, 4))
+    small = enumerated.SmallJob(job.model, job.cluster, job.batch, job.cost, job.capacity_bytes, drawn)
+    plans = [plan for _, plan in enumerated._Structures(small, 1e9)]
+    assert {unit.cp for plan in plans for unit in plan.units} == {1, 2, 3, 4}
+    grouped = [made for plan in plans[:: len(plans) // 12] for made in enumerated._grouped(small, plan)]
+    assert {made.order for made in grouped} == {"given", "both"}
+    for made in grouped:
+        check_fit(made)
+        sizes = {name: enumerated.total_lengths(job.batch, name) for name in made.microbatch_caps}
+        most = made.batch_size // made.microbatch_size
+        assert enumerated.groups_under(made.microbatch_caps, sizes, most) is not None
+
+
 @pytest.mark.parametrize("number", [1, pytest.param(30, marks=pytest.mark.slow)])
 def test_the_answer_and_what_it_is_compared_with_have_no_faster_variant(programs, number):
     """Refinement makes other Plans the rivals: in job 1, a Plan by modality that "both" makes 11 % faster."""

@@ -34,7 +34,7 @@ from motet.planner.infeasible import tensor_degrees
 from motet.planner.job import Job
 from motet.planner.order import is_even
 from motet.planner.stages.partition import partition
-from motet.schedule.plan_units import backbone_unit, recomputed_in, units_in_bubbles
+from motet.schedule.plan_units import backbone_unit, rank_of_stage, recomputed_in, units_in_bubbles
 
 _SAME_STAGES: Mapping[ScheduleKind, ScheduleKind] = {
     "1f1b": "zb_h1",
@@ -44,13 +44,18 @@ _SAME_STAGES: Mapping[ScheduleKind, ScheduleKind] = {
 }
 _MAX_CUTS = 40
 """All cuts of a unit into its stages are tried up to this number."""
+_MAX_COUNTED, _NUM_EVENEST = 1_000, 12
+"""Up to the first number of cuts, the second number of them counts as the evenest: those with the least busy ranks."""
 _NEAREST = 2
 """So many microbatch sizes on either side of a Plan's are tried."""
 
 
-def neighbours(job: Job, plan: Plan) -> Iterator[Plan]:
+def neighbours(job: Job, plan: Plan, *, is_recut: bool = False) -> Iterator[Plan]:
     """The neighbours of a Plan, what gains most often first. None of a Plan with encoders in bubbles, whose fills name
-    its actions."""
+    its actions.
+
+    is_recut: whether units of several stages a rank are also cut anew where there are many cuts, in the evenest ways.
+    """
     if units_in_bubbles(plan):
         return
     # Caps are of groups of a number, for the microbatches and replicas that there are.
@@ -70,6 +75,8 @@ def neighbours(job: Job, plan: Plan) -> Iterator[Plan]:
         yield from as_pipelines(job, without_caps)
     else:
         yield from _cuts(plan)
+        if is_recut:
+            yield from _evenest_cuts(job, plan)
         for start in starts:
             yield from _degrees(job, start)
     yield from _less_recomputed(plan)
@@ -188,7 +195,7 @@ def _cuts(plan: Plan) -> Iterator[Plan]:
     for index, unit in enumerate(plan.units):
         blocks = [name for stage in unit.stages for name, count in stage.items() for _ in range(count)]
         bounds = list(accumulate((sum(stage.values()) for stage in unit.stages), initial=0))
-        if len(unit.stages) > unit.pp > 1 and comb(len(blocks) - 1, len(unit.stages) - 1) <= _MAX_CUTS:
+        if is_virtual(unit) and comb(len(blocks) - 1, len(unit.stages) - 1) <= _MAX_CUTS:
             for inner in combinations(range(1, len(blocks)), len(unit.stages) - 1):
                 yield _with_unit(plan, index, _recut(unit, blocks, [0, *inner, len(blocks)]))
             continue
@@ -197,6 +204,27 @@ def _cuts(plan: Plan) -> Iterator[Plan]:
                 moved = [*bounds[:edge], bounds[edge] + shift, *bounds[edge + 1 :]]
                 if all(start < stop for start, stop in pairwise(moved)):
                     yield _with_unit(plan, index, _recut(unit, blocks, moved))
+
+
+def is_virtual(unit: Unit) -> bool:
+    """Whether the ranks of a unit have several stages each."""
+    return len(unit.stages) > unit.pp > 1
+
+
+def _evenest_cuts(job: Job, plan: Plan) -> Iterator[Plan]:
+    """Units whose ranks have several stages cut anew, so that the busiest rank is the least busy."""
+    for index, unit in enumerate(plan.units):
+        blocks = [name for stage in unit.stages for name, count in stage.items() for _ in range(count)]
+        num_stages = len(unit.stages)
+        if not is_virtual(unit) or not _MAX_CUTS < comb(len(blocks) - 1, num_stages - 1) <= _MAX_COUNTED:
+            continue
+        bounds = np.array([(0, *inner, len(blocks)) for inner in combinations(range(1, len(blocks)), num_stages - 1)])
+        seconds = np.cumsum([0.0, *_block_seconds(job, unit, plan.microbatch_size)])
+        rank_of = np.array([rank_of_stage(plan, unit, stage) for stage in range(num_stages)])
+        of_stage = np.diff(seconds[bounds], axis=1)
+        busiest = np.max([of_stage[:, rank_of == rank].sum(axis=1) for rank in range(unit.pp)], axis=0)
+        for chosen in bounds[np.argsort(busiest, kind="stable")[:_NUM_EVENEST]].tolist():
+            yield _with_unit(plan, index, _recut(unit, blocks, chosen))
 
 
 def _less_recomputed(plan: Plan) -> Iterator[Plan]:
@@ -262,14 +290,21 @@ def _reshaped(job: Job, plan: Plan, unit: Unit) -> Iterator[Unit]:
 
 def evenly_cut(job: Job, unit: Unit, num_examples: int, num_chunks: int = 1) -> Unit | None:
     """The unit with its blocks in an even cut for its PP, without recomputation; None if there are too few blocks."""
-    names = [name for name in unit.modules if name not in unit.replicated]
-    costs = [job.block_costs(name, num_examples, unit.tp) for name in names]
-    seconds = np.concatenate([cost.forward_s + cost.backward_s for cost in costs]).tolist()
+    seconds = _block_seconds(job, unit, num_examples)
     if len(seconds) < unit.pp * num_chunks:
         return None
     counts = partition(seconds, unit.pp, num_chunks=num_chunks)
-    blocks = [name for name, cost in zip(names, costs) for _ in range(cost.num_blocks)]
+    names = (name for name in unit.modules if name not in unit.replicated)
+    blocks = [name for name in names for _ in job.model.module(name).blocks]
     return _recut(replace(unit, recompute=()), blocks, list(accumulate(counts, initial=0)))
+
+
+def _block_seconds(job: Job, unit: Unit, num_examples: int) -> list[float]:
+    """Seconds of each block of a unit's stages, in order, forward and backward."""
+    names = (name for name in unit.modules if name not in unit.replicated)
+    costs = [job.block_costs(name, num_examples, unit.tp) for name in names]
+    seconds: list[float] = np.concatenate([cost.forward_s + cost.backward_s for cost in costs]).tolist()
+    return seconds
 
 
 def _resized(plan: Plan, index: int, unit: Unit) -> Iterator[Plan]:

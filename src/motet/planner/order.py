@@ -111,7 +111,7 @@ def with_best_order(job: Job, candidate: Candidate, given: Prediction, pins: Pin
         if best_plan.order == "both" and plan.order != "both":
             continue  # "both" is faster already: its halves are not tried.
         assignment = job.assignment(plan)
-        if not _are_alike(assignment, assignment_given):
+        if not are_alike(assignment, assignment_given):
             prediction = predict_assigned(plan, stages, assignment, job.cost, exchange=job.exchange)
             if is_faster(prediction.step_s, best.step_s) and prediction.peak_bytes.max() <= job.capacity_bytes:
                 best, best_plan, best_assignment = prediction, plan, assignment
@@ -143,7 +143,7 @@ def share_left(job: Job, plan: Plan, given: StepAssignment, other: StepAssignmen
 
     Groups under caps may be fewer than microbatches, so that weights are read less often; alike items are padded less.
     """
-    if _are_alike(given, other):
+    if are_alike(given, other):
         return 1.0
     shares = [1.0]
     for module in job.model.modules:
@@ -234,7 +234,7 @@ def _reordered_plans(job: Job, plan: Plan, pins: Pins) -> Iterator[Plan]:
         yield replace(plan, order="both", microbatch_caps=caps)
 
 
-def _are_alike(one: StepAssignment, other: StepAssignment) -> bool:
+def are_alike(one: StepAssignment, other: StepAssignment) -> bool:
     """Whether both have the same items in the same microbatches and replicas."""
     return all(
         np.array_equal(items.microbatch, other.modules[name].microbatch)

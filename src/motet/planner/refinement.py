@@ -1,5 +1,6 @@
 """The fastest Plans of a search, made faster step by step: from each to a neighbour that is faster; where none is, on
-from the least slow one, as far as the budget reaches. Then the same within each shape of the backbone.
+from the least slow one, as far as the budget reaches. Then the same within each shape of the backbone and within each
+virtual pipeline, from the fastest Plan that was simulated. Last, what lacks little memory, in other orders.
 
 Estimates in closed form decide what is proposed and simulated. They are some per cent wrong, so a neighbour of a
 proposed Plan, or one that was proposed and not given its best order of examples, may be the fastest. On few ranks,
@@ -18,7 +19,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from motet.core.errors import UserError
-from motet.core.plan import Plan
+from motet.core.plan import ORDERED_BALANCES, Order, Plan
 from motet.core.workload import BACKBONE
 from motet.planner.candidate import (
     BUBBLE_FILLING,
@@ -36,8 +37,8 @@ from motet.planner.degrees import plan_degrees, plan_words
 from motet.planner.field_pins import unmet
 from motet.planner.job import Job
 from motet.planner.more_recomputed import all_recomputed, share_recomputed
-from motet.planner.neighbours import as_pipelines, neighbours
-from motet.planner.order import can_win
+from motet.planner.neighbours import as_pipelines, is_virtual, neighbours
+from motet.planner.order import are_alike, can_win
 from motet.planner.quick_estimate import quick_estimate
 from motet.planner.regrouping import regrouped
 from motet.planner.search_result import SimulatedCandidate
@@ -50,8 +51,11 @@ from motet.simulate.predict.prediction import Prediction
 BUDGET, SIMULATION = 120_000, 1_500
 """What the refinement of a strategy's or shape's Plans spends, so that it finds what it would find alone. A simulation
 costs as many spans as its Timeline has, and SIMULATION more: what does not depend on spans takes about as long."""
-_AS_CHAINS = "as chains"
-"""The purse of `Refinement._as_chains`, so that it leaves descents theirs."""
+_AS_CHAINS, _PASSED, _IN_OTHER_ORDERS = "as chains", "passed", "in other orders"
+"""Purses beside those of strategies and shapes: of `Refinement._as_chains`, of all descents from Plans that others have
+passed, and of `Refinement._in_other_orders`."""
+_SHARE_PASSED = 0.5
+"""What the second of these has of a budget."""
 REFINED_RANKS = 8
 """On more ranks than this, the budget falls with the square of their number: closed forms are the better, and a search
 takes the longer."""
@@ -59,6 +63,10 @@ NEAR, NEAR_LEADER = 1.15, 1.6
 """Plans within the first factor of the fastest are refined, and those within the second that lead a strategy."""
 _NUM_VARIANTS = 9
 """Simulations of `fastest_variant`, at most."""
+_NEAR_MEMORY = 1.1
+"""What lacks less memory than this may fit in another order of its examples."""
+_ORDERS: tuple[Order, ...] = ("intra", "given")
+"""Orders by which other examples come together; "both" has the microbatches of "intra"."""
 _SHARE = 0.6
 """The share of what is left that one Plan's descent may spend, so that other Plans of its strategy have theirs."""
 
@@ -82,11 +90,11 @@ class Refinement:
         self.job, self.pins, self.strategies, self.suitable = job, pins, strategies, suitable
         self.to_beat_s = to_beat_s
         budget = BUDGET * min(1.0, REFINED_RANKS / job.cluster.num_ranks) ** 2
-        self.left: dict[Hashable, float] = defaultdict(lambda: budget)
+        self.left: dict[Hashable, float] = defaultdict(lambda: budget, {_PASSED: _SHARE_PASSED * budget})
         self.seen = set[str]()
         self._known: dict[str, SimulatedCandidate | None] = {}
         self._slower: list[SimulatedCandidate] = []
-        self._shape: _Shape | None = None
+        self._kept: _Shape | _Pipeline | None = None
 
     @cached_property
     def _bound_s(self) -> float:
@@ -123,8 +131,11 @@ class Refinement:
             fastest_s = self._fastest_s(improved)
             if start.prediction.step_s <= limit * fastest_s:
                 improved = _ended(improved, start, self._descended(start, start.candidate.strategy))
-        # 3. Neighbours of the same shape.
-        return self._within_shapes(improved)
+        # 3. Neighbours of the same shape, then those of the same virtual pipeline.
+        improved = self._within_shapes(improved)
+        improved = self._within_virtual_pipelines(improved)
+        # 4. What would be faster and lacks some memory.
+        return self._in_other_orders(improved)
 
     def _fastest_s(self, results: Sequence[SimulatedCandidate]) -> float:
         """Seconds of the fastest step that is known."""
@@ -134,16 +145,47 @@ class Refinement:
         """The results with the fastest pipeline of each shape made faster by a descent that keeps to its shape.
 
         One that may go anywhere spends its budget beside the shapes that it passes, so that a pinned degree would find
-        more. Data parallelism has few neighbours in its shape.
+        more: it begins a shape's descent with the fastest Plan that any descent passed. Data parallelism has few
+        neighbours in its shape.
         """
         limit_s = NEAR * self._fastest_s(improved)
-        starts = sorted([*improved, *self._as_chains(improved)], key=lambda one: one.prediction.step_s)
-        for self._shape, start in {_Shape.of(one.candidate.plan): one for one in reversed(starts)}.items():
-            if start.prediction.step_s <= limit_s and not self._shape.is_colocated:
-                self.seen = {_key(start.candidate.plan)}
-                improved = _ended(improved, start, self._descended(start, self._shape))
-        self._shape = None
+        chains = [one for one in self._as_chains(improved) if one.prediction.step_s <= limit_s]
+        improved = [*improved, *chains]
+        starts = sorted([*improved, *self._passed()], key=lambda one: one.prediction.step_s)
+        for shape, start in {_Shape.of(one.candidate.plan): one for one in reversed(starts)}.items():
+            if start.prediction.step_s <= limit_s and not shape.is_colocated:
+                purse = shape if any(one is start for one in improved) else _PASSED
+                improved = self._within(shape, start, purse, improved)
         return improved
+
+    def _within_virtual_pipelines(self, improved: list[SimulatedCandidate]) -> list[SimulatedCandidate]:
+        """The results with the fastest of each schedule of several stages a rank, by shape, made faster by more cuts.
+
+        What is even for ranks with several stages may be many moves of a block away.
+        """
+        limit_s = NEAR * self._fastest_s(improved)
+        starts = sorted([*improved, *self._passed()], key=lambda one: one.prediction.step_s)
+        for kept, start in {_Pipeline.of(one.candidate.plan): one for one in reversed(starts)}.items():
+            if start.prediction.step_s <= limit_s and is_virtual(start.candidate.plan.unit_of(BACKBONE)):
+                improved = self._within(kept, start, _PASSED, improved)
+        return improved
+
+    def _within(
+        self,
+        kept: _Shape | _Pipeline,
+        start: SimulatedCandidate,
+        purse: Hashable,
+        improved: list[SimulatedCandidate],
+    ) -> list[SimulatedCandidate]:
+        """The results with the end of a descent that keeps to a shape, or to a pipeline of it, and finds something."""
+        self._kept, self.seen = kept, {_key(start.candidate.plan)}
+        end = self._descended(start, purse)
+        self._kept = None
+        return _ended(improved, start, end) if end is not start else improved
+
+    def _passed(self) -> list[SimulatedCandidate]:
+        """All Plans that descents have simulated and that fit."""
+        return [self._named(one) for one in self._known.values() if one is not None and self._fits(one)]
 
     def _as_chains(self, improved: Sequence[SimulatedCandidate]) -> list[SimulatedCandidate]:
         """Data-parallel results as replicas of one pipeline rank with their best variants, as far as they fit.
@@ -165,6 +207,34 @@ class Refinement:
                 if self._allows(one.candidate.plan) and self._fits(one):
                     chains.append(one)
         return chains
+
+    def _in_other_orders(self, improved: list[SimulatedCandidate]) -> list[SimulatedCandidate]:
+        """The results with the fastest Plan that lacks some memory in one order of its examples and fits in another."""
+        fastest_s, most = self._fastest_s(improved), _NEAR_MEMORY * self.job.capacity_bytes
+        lacking = [
+            one
+            for one in self._known.values()
+            if one is not None
+            and is_faster(one.prediction.step_s, fastest_s)
+            and self.job.capacity_bytes < one.prediction.peak_bytes.max() <= most
+            and one.candidate.plan.schedule != "data_parallel"
+            and one.candidate.plan.balance in ORDERED_BALANCES
+        ]
+        found: list[SimulatedCandidate] = []
+        for one in sorted(lacking, key=lambda one: one.prediction.step_s):
+            for order in _ORDERS:
+                plan = replace(one.candidate.plan, order=order, microbatch_caps={})
+                if self._allows(plan) and self._spend(_IN_OTHER_ORDERS, one.prediction):
+                    other = self._predicted(one, plan)
+                    if other is not None and is_faster(other.prediction.step_s, fastest_s) and self._fits(other):
+                        found.append(self._named(other))
+                        fastest_s = other.prediction.step_s
+        return [*improved, *found[-1:]]
+
+    def _named(self, one: SimulatedCandidate) -> SimulatedCandidate:
+        """A Plan that was simulated on the way, by its own degrees."""
+        candidate = replace(one.candidate, what=plan_words(one.candidate.plan), bound_s=self._bound_s, tell=tuple)
+        return SimulatedCandidate(candidate, one.prediction)
 
     def _descended(self, start: SimulatedCandidate, purse: Hashable) -> SimulatedCandidate:
         """The fastest Plan that a descent passes, as far as the budget of a purse reaches."""
@@ -206,6 +276,9 @@ class Refinement:
         if self.left[purse] - self._cost(found.prediction) < stop_at:
             return None
         for other in self._new_neighbours(found):
+            if self._is_alike(found.candidate.plan, other):
+                self.seen.add(_key(other))
+                continue
             is_known = _key(other) in self._known
             if self.left[purse] <= stop_at or not (is_known or self._spend(purse, found.prediction)):
                 return None
@@ -261,7 +334,8 @@ class Refinement:
     def _new_neighbours(self, found: SimulatedCandidate) -> list[Plan]:
         """The neighbours that were not seen, fit and are allowed, and may be faster: the least estimate first."""
         plan, ranked = found.candidate.plan, []
-        for other in chain(neighbours(self.job, plan), regrouped(self.job, plan)):
+        near = neighbours(self.job, plan, is_recut=isinstance(self._kept, _Pipeline))
+        for other in chain(near, regrouped(self.job, plan)):
             if _key(other) in self.seen:
                 continue
             try:
@@ -275,6 +349,14 @@ class Refinement:
                 ranked.append((estimate.estimate_s, other))
         return [other for _, other in sorted(ranked, key=lambda entry: entry[0])]
 
+    def _is_alike(self, plan: Plan, other: Plan) -> bool:
+        """Whether a pipeline's neighbour, which differs in its order or balance, has its examples where they are."""
+        is_pipeline = plan.schedule != "data_parallel" and not plan.microbatch_caps
+        if not is_pipeline or other.units is not plan.units or other.microbatch_size != plan.microbatch_size:
+            return False
+        same = other.schedule == plan.schedule
+        return same and are_alike(self.job.assignment(plan), self.job.assignment(other))
+
     def _may_replace(self, plan: Plan, other: Plan) -> bool:
         return not self.suitable(plan) or self.suitable(other)
 
@@ -285,7 +367,7 @@ class Refinement:
             return False
         degrees = pins.allow(tp=unit.tp, pp=unit.pp, dp=unit.dp, microbatch_size=plan.microbatch_size)
         rest = pins.allow(schedule=plan.schedule, order=plan.order, balance=plan.balance)
-        rest = rest and self._shape in (None, _Shape.of(plan))
+        rest = rest and (self._kept is None or self._kept == type(self._kept).of(plan))
         return degrees and rest and strategy_of(plan) in self.strategies and not unmet(plan, pins)
 
     def _spend(self, purse: Hashable, like: Prediction, times: int = 1) -> bool:
@@ -324,6 +406,18 @@ class _Shape(NamedTuple):
     def of(cls, plan: Plan) -> _Shape:
         unit = plan.unit_of(BACKBONE)
         return cls(unit.tp, unit.cp, unit.dp, plan.schedule == "data_parallel")
+
+
+class _Pipeline(NamedTuple):
+    """A shape with pipeline ranks and a schedule, to which a descent may keep."""
+
+    shape: _Shape
+    pp: int
+    schedule: str
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Pipeline:
+        return cls(_Shape.of(plan), plan.unit_of(BACKBONE).pp, plan.schedule)
 
 
 def _ended(

@@ -2,7 +2,9 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 
 from motet.core.errors import UserError
@@ -187,3 +189,23 @@ def test_few_orders_take_less_than_the_busiest_rank_computes(name):
 def test_encoders_in_bubbles_have_no_neighbours():
     made = plan(Unit("backbone", ({"backbone": 4},) * 2, pp=2), Unit("image", ({"image": 6},), dp=2))
     assert not list(neighbours(JOB, made)) and not list(regrouped(JOB, made))
+
+
+def test_of_many_cuts_the_evenest_are_tried_where_a_descent_asks_for_them():
+    """18 blocks into four stages of two ranks: no single move leads to the cut with the least busy rank."""
+    unit = PLANS["interleaved"].units[0]
+    costs = [JOB.block_costs(name, 2, 1) for name in ("image", "audio", "backbone")]
+    seconds = np.concatenate([cost.forward_s + cost.backward_s for cost in costs])
+
+    def busiest_s(stages):
+        of_stage = [part.sum() for part in np.split(seconds, np.cumsum([sum(stage.values()) for stage in stages])[:-1])]
+        return max(of_stage[0] + of_stage[2], of_stage[1] + of_stage[3])
+
+    def least_s(**options):
+        found = [other.units[0] for other in neighbours(JOB, PLANS["interleaved"], **options)]
+        return min(busiest_s(other.stages) for other in found if (other.pp, len(other.stages)) == (2, 4))
+
+    every = combinations(range(1, len(seconds)), 3)
+    best_s = min(busiest_s([{"": stop - start} for start, stop in pairwise((0, *cut, len(seconds)))]) for cut in every)
+    assert least_s(is_recut=True) == pytest.approx(best_s, rel=1e-9)
+    assert best_s < 0.99 * least_s() < 0.99 * busiest_s(unit.stages)

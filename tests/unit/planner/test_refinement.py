@@ -5,16 +5,26 @@ from dataclasses import replace
 import pytest
 
 from motet.core.cluster import Cluster, Device, Link
+from motet.core.plan import Plan, Unit
 from motet.core.sampler import Sampler
 from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
 from motet.core.spec import ModelSpec
 from motet.cost.analytic import Analytic
-from motet.planner.candidate import BUBBLE_FILLING, CHAIN, DATA_PARALLEL, MODALITY_PARALLEL, Pins, predict_candidate
+from motet.planner.candidate import (
+    BUBBLE_FILLING,
+    CHAIN,
+    DATA_PARALLEL,
+    MODALITY_PARALLEL,
+    Candidate,
+    Pins,
+    predict_candidate,
+)
 from motet.planner.evaluation import Quota
 from motet.planner.infeasible import possible_tensor_degrees
 from motet.planner.job import Job
-from motet.planner.refinement import Refinement, strategy_of
+from motet.planner.refinement import NEAR, Refinement, _Shape, strategy_of
 from motet.planner.search import search
+from motet.planner.search_result import SimulatedCandidate
 from motet.planner.strategies import STRATEGIES
 from motet.schedule import program_of, validate
 from unit.planner.jobs import LLM, job
@@ -28,7 +38,7 @@ def on_ranks(num_ranks, batch_size):
     return replace(SMALL, cluster=cluster, cost=Analytic(cluster), batch_size=batch_size)
 
 
-TINY = on_ranks(2, batch_size=8)
+TINY, SHARED = on_ranks(2, batch_size=8), on_ranks(4, batch_size=8)
 
 
 def long_job(num_nodes, ranks_per_node, patches=8000):
@@ -83,6 +93,50 @@ def test_a_neighbour_that_lacks_memory_recomputes(monkeypatch):
     monkeypatch.setattr("motet.planner.refinement.all_recomputed", lambda plan: plan)
     assert refined.prediction.step_s < 0.99 * search(tight, STRATEGIES, pins).best.prediction.step_s
     assert any(any(stage.values()) for unit in refined.candidate.plan.units for stage in unit.recompute)
+
+
+def test_what_lacks_memory_is_tried_in_other_orders():
+    """In the best order of its examples a chain holds more than as they come, and memory is between the two."""
+    given_job = replace(on_ranks(2, batch_size=16), seed=1)
+    unit = Unit("all", ({"image": 6, "audio": 2}, {"audio": 2, "backbone": 8}), pp=2)
+    made = Plan(given_job.model, given_job.cluster, (unit,), 16, 2, "zb_h1")
+    starts = {}
+    for order in ("given", "both"):
+        candidate = Candidate(CHAIN, order, replace(made, order=order), 1.0)
+        starts[order] = SimulatedCandidate(candidate, predict_candidate(given_job, candidate))
+    peaks = {order: int(one.prediction.peak_bytes.max()) for order, one in starts.items()}
+    assert peaks["given"] < peaks["both"] and starts["both"].prediction.step_s < starts["given"].prediction.step_s
+    device = given_job.cluster.device
+    memory = device.memory_bytes / given_job.capacity_bytes * sum(peaks.values()) / 2
+    tight = given_job.on(replace(given_job.cluster, device=replace(device, memory_bytes=int(memory))))
+    refinement = Refinement(tight, Pins(), STRATEGIES, lambda plan: True, to_beat_s=10.0)
+    assert refinement._predicted(starts["both"], starts["both"].candidate.plan)
+    (found,) = refinement._in_other_orders([])
+    assert found.candidate.plan.order in ("given", "intra")
+    assert found.prediction.peak_bytes.max() <= tight.capacity_bytes
+
+
+@pytest.mark.slow
+def test_every_shape_that_is_passed_near_the_best_has_a_descent_of_its_own(monkeypatch):
+    """Also one that is neither proposed nor the end of a descent."""
+    within_shapes, within, passed, kept, ended = Refinement._within_shapes, Refinement._within, set(), [], set()
+
+    def noted(self, improved):
+        limit_s = NEAR * self._fastest_s(improved)
+        near = (one.candidate.plan for one in self._passed() if one.prediction.step_s <= limit_s)
+        passed.update(_Shape.of(plan) for plan in near if plan.schedule != "data_parallel")
+        ended.update(_Shape.of(one.candidate.plan) for one in improved)
+        return within_shapes(self, improved)
+
+    def counted(self, shape, *arguments):
+        kept.append(shape)
+        return within(self, shape, *arguments)
+
+    monkeypatch.setattr(Refinement, "_within_shapes", noted)
+    monkeypatch.setattr(Refinement, "_within", counted)
+    monkeypatch.setattr(Refinement, "_within_virtual_pipelines", lambda self, improved: improved)
+    search(SHARED, STRATEGIES, Pins(strategies=(DATA_PARALLEL, CHAIN)))
+    assert passed <= set(kept) and passed - ended
 
 
 @pytest.mark.slow
