@@ -359,7 +359,11 @@ class ShapeTerms:
         return least
 
     def _of_fsdp(self, shape: Shape, passes: _Passes, busy_s: Float64Array, sharing: int) -> Float64Array:
-        """FSDP reduces a slice while others compute backward: all but the last one."""
+        """FSDP reduces a slice while others compute backward: all but the last one. A microbatch that nothing learns
+        from may come behind all reductions.
+        """
+        if not (shape.dp == self.batch_size or self.job.batch.has_any(self.model.learners(BACKBONE)).all()):
+            return busy_s + self._update_s(shape, sharing)
         sizes = [
             sum(spread(layer).updated_parameters for layer in part)
             for name in passes.blocks

@@ -12,7 +12,7 @@ from motet.core.cluster import Cluster, Device, Link
 from motet.core.errors import ArgumentError, UserError
 from motet.core.plan import Plan, Unit
 from motet.core.sampler import Sampler
-from motet.core.shapes import Transformer, language_model, multimodal
+from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
 from motet.cost.analytic import Analytic
 from motet.planner.bound_seconds import BlockSeconds, ExampleRows, LayerRows
 from motet.planner.bound_shapes import Shape
@@ -26,7 +26,7 @@ from motet.schedule import check_fit, planned
 from motet.schedule.plan_units import backbone_unit, units_in_bubbles
 from motet.simulate.predict.predict import assign_batch, predict, step_s_of
 from unit.planner.drawn_plans import drawn_job, drawn_plan
-from unit.planner.jobs import job, model
+from unit.planner.jobs import ENCODER, LLM, job, model
 
 
 def on_links(small, link):
@@ -160,6 +160,26 @@ def test_ranks_that_share_gradients_may_be_on_nodes_that_are_joined_by_faster_li
     plan = Plan(planned_job.model, cluster, (Unit("all", stages, dp=2, pp=3),), 12, 2)
     terms = ShapeTerms(planned_job, ExampleRows(planned_job)).of(shape_of(plan))
     step_s = predict(plan, planned_job.workload, planned_job.cost, seed=planned_job.seed).step_s
+    assert np.max(list(terms.values()), axis=0).min() <= step_s
+
+
+def test_reductions_that_texts_behind_them_hide_are_not_in_the_bound():
+    """Nothing learns from the second microbatch: it has no backward pass, and comes while gradients are reduced."""
+    lengths = {"length": {"value": 400}, "length_per_token": 4}
+    tasks = [
+        {"name": "images", "text": {"value": 8}, "items": {"image": lengths}},
+        {"name": "texts", "text": {"value": 6000}},
+    ]
+    mixed = Sampler.model_validate({"task": tasks}).workload(num_examples=64)
+    image = connect(vit("image", ENCODER, 2, trainable=False), 512)
+    spec = multimodal("frozen", language_model(LLM, 4, 4000, trainable=False), [image])
+    small = replace(job(spec, batch_size=4, memory_mbytes=1e5), workload=mixed)
+    of_seeds = (on_links(replace(small, seed=seed), Link(1e8, 1e-6)) for seed in range(1000))
+    given = next(one for one in of_seeds if one.batch.has_any(["image"]).tolist() == [True, True, False, False])
+    unit = Unit("all", (given.model.num_blocks,), dp=2, zero=0)
+    plan = Plan(given.model, given.cluster, (unit,), 4, 1, "data_parallel", balance="off")
+    terms = ShapeTerms(given, ExampleRows(given)).of(shape_of(plan))
+    step_s = step_s_of(plan, planned(plan), assign_batch(plan, given.batch, given.cost), given.cost)
     assert np.max(list(terms.values()), axis=0).min() <= step_s
 
 
