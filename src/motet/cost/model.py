@@ -15,16 +15,30 @@ from motet.core.exchange import Moved
 from motet.core.spec import Layer
 
 
+class Runs(NamedTuple):
+    """Runs of rows on one rank, of items that it shares with others: what attention computes one by one.
+
+    number: float64 [num_microbatches], how many there are; 0 where it is not known, and the cheapest runs are meant.
+    rows, pairs: float64 [num_microbatches], of all of them together, as of `Work`.
+    """
+
+    number: Float64Array
+    rows: Float64Array
+    pairs: Float64Array
+
+
 @dataclass(frozen=True, eq=False)
 class Work:
     """The work of one layer in each of several microbatches.
 
     rows:  float64 [num_microbatches], rows in the layer, with padding if the module pads.
     pairs: float64 [num_microbatches], pairs of a query and a key that attention computes; 0 without attention.
+    runs:  of these, what attention computes of items that ranks share; None: all items are whole.
     """
 
     rows: Float64Array
     pairs: Float64Array
+    runs: Runs | None = None
 
 
 class LayerSeconds(NamedTuple):

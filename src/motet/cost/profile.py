@@ -53,6 +53,37 @@ class Points(_Stored):
         return self
 
 
+class RunPoints(_Stored):
+    """Seconds of attention alone, of packs whose rows two ranks share in runs of one size, and of the same packs whole.
+
+    Of both ranks together, each without messages. Columns have equal lengths, a point a pack and size of a run.
+    length: of the pack's longest item. rows: of a run, in the mean. pairs: of the pack. keys: that a row attends to.
+    forward_s, input_s: of the runs. whole_forward_s, whole_input_s: of the whole pack.
+    """
+
+    length: Column = ()
+    rows: Column = ()
+    pairs: Column = ()
+    keys: Column = ()
+    forward_s: Column = ()
+    input_s: Column = ()
+    whole_forward_s: Column = ()
+    whole_input_s: Column = ()
+
+    @model_validator(mode="after")
+    def _equal(self) -> RunPoints:
+        if len({len(getattr(self, name)) for name in type(self).model_fields}) > 1:
+            raise ValueError("the columns of runs must be equally long")
+        return self
+
+
+class RunTimes(_Stored):
+    """Points to interpolate between, and those that measure its error, as of `LayerTimes`."""
+
+    grid: RunPoints
+    held_out: RunPoints = RunPoints()
+
+
 class LayerTimes(_Stored):
     """Seconds of one kind of layer of a module, on one of `tp` tensor-parallel ranks.
 
@@ -63,6 +94,8 @@ class LayerTimes(_Stored):
     waits_s: what forward, input and weight seconds become more, in any batch, where gradients of weights wait
              (`core.spec.Layer.defers_weights`); 0 if it was not measured.
     grid, held_out: the points of the module's batches of that name.
+    runs: what its attention takes of items that ranks share; None if it was not measured, and of layers on several
+          tensor-parallel ranks, which have some of its heads.
     """
 
     kind: str
@@ -73,6 +106,7 @@ class LayerTimes(_Stored):
     waits_s: tuple[_Difference, _Difference, _Difference] = (0.0, 0.0, 0.0)
     grid: Points
     held_out: Points
+    runs: RunTimes | None = None
 
 
 class ModuleTimes(_Stored):

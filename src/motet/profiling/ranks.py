@@ -25,7 +25,8 @@ from motet.core.arrays import Float64Array
 from motet.cost.profile import LayerTimes, MessageKind, MessageTimes, unshared
 from motet.cost.profiled import message_fit
 from motet.models.block import Block
-from motet.profiling.measure import BOTH, FORWARD, INPUT, WEIGHTS, MeasuredSubject, Stopwatch, kept_calls, time_passes
+from motet.profiling.measure import BOTH, FORWARD, INPUT, WEIGHTS, MeasuredSubject
+from motet.profiling.stopwatch import Stopwatch, kept_calls, time_passes
 from motet.runtime.p2p import Inbox, Lanes
 from motet.train.world import World
 
