@@ -26,7 +26,7 @@ from motet.core.spec import Layer
 from motet.cost.flops import work_of
 from motet.cost.profile import Batch, LayerTimes, ModuleTimes, Points
 from motet.profiling.runs import MeasuredRuns
-from motet.profiling.stopwatch import Call, Stopwatch, kept_calls, time_forward, time_passes
+from motet.profiling.stopwatch import Stopwatch, TimedCall, kept_calls, time_forward, time_passes
 from motet.profiling.subjects import MAX_BATCH_ROWS, Subject, grid_of, items
 from motet.runtime.deferred import DeferredWeights, WeightProduct
 from motet.train.world import World
@@ -130,7 +130,9 @@ def waits_once(subject: Subject, batch: Batch, watch: Stopwatch) -> Float64Array
     return added
 
 
-def _time_halves(call: Call, first: Tensor, watch: Stopwatch, deferred: DeferredWeights | None = None) -> Float64Array:
+def _time_halves(
+    call: TimedCall, first: Tensor, watch: Stopwatch, deferred: DeferredWeights | None = None
+) -> Float64Array:
     """Seconds [3] of forward, of backward for the input, and of the rest of backward. first: the input of `call`.
 
     It differs from `time_passes` in that gradients are added to those of an earlier pass, as what waits is.
@@ -148,7 +150,7 @@ def _time_halves(call: Call, first: Tensor, watch: Stopwatch, deferred: Deferred
     return np.array([forward_s, input_s, watch(lambda: [product.add() for product in products])[0]])
 
 
-def _again(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Tensor]:
+def _again(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[TimedCall, Tensor]:
     """A call of a layer with the arguments that it had, and the first tensor of these, which needs a gradient where it
     can have one.
     """
@@ -181,7 +183,9 @@ def entry_once(subject: Subject, batch: Batch, watch: Stopwatch) -> float:
     return seconds
 
 
-def _time_trained(root: nn.Module, call: Call, watch: Stopwatch, near: Sequence[Tensor] | None = ()) -> Float64Array:
+def _time_trained(
+    root: nn.Module, call: TimedCall, watch: Stopwatch, near: Sequence[Tensor] | None = ()
+) -> Float64Array:
     """Seconds [3] of a call to a module of `root`, or to itself, whose parameters get their gradients as in training.
 
     FSDP reduces then. Without FSDP gradients are added to those of an earlier pass, so they stay from call to call.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from motet.core.arrays import Float64Array
 
 _Result = TypeVar("_Result")
-Call = Callable[[], Tensor | tuple[Any, ...]]
+TimedCall = Callable[[], Tensor | tuple[Any, ...]]
 Calls = dict[nn.Module, list[tuple[tuple[Any, ...], dict[str, Any]]]]
 """The positional and keyword arguments of each module's calls."""
 _CACHED_BYTES = 2**26
@@ -54,7 +54,7 @@ class Stopwatch:
 
 def time_passes(
     watch: Stopwatch,
-    call: Call,
+    call: TimedCall,
     inputs: Sequence[Tensor],
     parameters: Sequence[Tensor],
 ) -> Float64Array:
@@ -73,7 +73,7 @@ def time_passes(
 
 
 def time_forward(
-    watch: Stopwatch, call: Call, near: Sequence[Tensor] | None = None
+    watch: Stopwatch, call: TimedCall, near: Sequence[Tensor] | None = None
 ) -> tuple[float, list[Tensor], list[Tensor]]:
     """Seconds of a call, what it made that has a graph, and a gradient of ones for each. near: as of Stopwatch."""
     with torch.enable_grad():
