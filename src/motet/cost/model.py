@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from motet.core.arrays import Float64Array
 from motet.core.cluster import Cluster
 from motet.core.exchange import Moved
-from motet.core.spec import Layer
+from motet.core.spec import Layer, ModelSpec
 
 
 class Runs(NamedTuple):
@@ -129,6 +129,9 @@ class CostModel(Protocol):
 
         Positions, rotations and extents of attention are made anew there, which its first layers' seconds include.
         """
+
+    def as_measured(self, model: ModelSpec) -> ModelSpec:
+        """The model with what its layers were measured to keep for backward (`cost.memory.with_measured_bytes`)."""
 
     def beyond(self, module: str, layer: Layer, work: Work, tp: int = 1) -> Beyond:
         """How far work is beyond what was measured; nothing of a model that measures nothing."""

@@ -17,12 +17,21 @@ from motet.core.arrays import Float64Array
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.core.exchange import Moved
-from motet.core.spec import Layer
+from motet.core.spec import Layer, ModelSpec
 from motet.cost.fit import Curve, PassOperations, RunSurface, Surface, fit_curve
+from motet.cost.memory import with_measured_bytes
 from motet.cost.model import Beyond, LayerSeconds, Work
-from motet.cost.profile import LayerTimes, MessageKind, MessageTimes, Profile, RunPoints, in_words
+from motet.cost.profile import (
+    DTYPE_BYTES,
+    LayerTimes,
+    MessageKind,
+    MessageTimes,
+    Profile,
+    RunPoints,
+    in_words,
+    kept_shares,
+)
 
-_ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _REDUCES_A_PASS = 2
 """The number of all-reduces of a layer and pass in Megatron's tensor parallelism: after attention and after the MLP."""
 
@@ -39,6 +48,7 @@ class Profiled:
         self._hooks, self._waits = hooks, waits
         self._unwrapped: dict[bool, Profiled] = {}
         self._surfaces: dict[tuple[object, ...], tuple[Surface, Surface, Surface]] = {}
+        self._measured: list[ModelSpec] = []
         self._runs: dict[tuple[object, ...], tuple[RunSurface, RunSurface] | None] = {}
 
     def on(self, cluster: Cluster) -> Profiled:
@@ -83,6 +93,12 @@ class Profiled:
             self._runs[key] = run_surfaces(times.runs.grid) if times and times.runs and times.runs.grid.rows else None
         return self._runs[key]
 
+    def as_measured(self, model: ModelSpec) -> ModelSpec:
+        """With the bytes that layers were measured to keep."""
+        if not any(model is each for each in self._measured):
+            self._measured = [model, with_measured_bytes(model, kept_shares(self.profile, model))]
+        return self._measured[-1]
+
     def entry_seconds(self, module: str) -> float:
         times = self.profile.module(module)
         return 0.0 if times is None else times.entry_s
@@ -106,7 +122,7 @@ class Profiled:
         """Seconds of two all-reduces of the layer's rows; 0 for a layer without attention, which is not split."""
         if len(ranks) <= 1 or layer.attention is None:
             return np.zeros(len(work.rows))
-        size_bytes = work.rows * layer.output_width * _ELEMENT_BYTES[self.profile.precision]
+        size_bytes = work.rows * layer.output_width * DTYPE_BYTES[self.profile.precision]
         return _REDUCES_A_PASS * self._seconds("all_reduce", size_bytes, ranks)
 
     def send_seconds(self, size_bytes: Float64Array, ranks: Sequence[int]) -> Float64Array:

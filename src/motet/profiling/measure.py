@@ -25,8 +25,9 @@ from motet.core.arrays import Float64Array
 from motet.core.spec import Layer
 from motet.cost.flops import work_of
 from motet.cost.profile import Batch, LayerTimes, ModuleTimes, Points
+from motet.profiling.kept import kept_once
 from motet.profiling.runs import MeasuredRuns
-from motet.profiling.stopwatch import Stopwatch, TimedCall, kept_calls, time_forward, time_passes
+from motet.profiling.stopwatch import Stopwatch, TimedCall, again, kept_calls, time_forward, time_passes
 from motet.profiling.subjects import MAX_BATCH_ROWS, Subject, grid_of, items
 from motet.runtime.deferred import DeferredWeights, WeightProduct
 from motet.train.world import World
@@ -122,8 +123,8 @@ def waits_once(subject: Subject, batch: Batch, watch: Stopwatch) -> Float64Array
             for args, kwargs in calls.get(module, ()):
                 least = np.full((2, 3), np.inf)
                 for _ in range(_WAITS_REPEATS):
-                    plain = _time_halves(*_again(module, args, kwargs), watch)
-                    least = np.minimum(least, [plain, _time_halves(*_again(waiting, args, kwargs), watch, deferred)])
+                    plain = _time_halves(*again(module, args, kwargs), watch)
+                    least = np.minimum(least, [plain, _time_halves(*again(waiting, args, kwargs), watch, deferred)])
                 added[row] += least[1] - least[0]
         if subject.is_inside(row):
             added[row - 1] -= added[row]
@@ -148,18 +149,6 @@ def _time_halves(
     with deferred.into(products):
         input_s = watch(lambda: torch.autograd.backward(outputs, gradients))[0]
     return np.array([forward_s, input_s, watch(lambda: [product.add() for product in products])[0]])
-
-
-def _again(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[TimedCall, Tensor]:
-    """A call of a layer with the arguments that it had, and the first tensor of these, which needs a gradient where it
-    can have one.
-    """
-    given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
-    name = next(name for name, value in given.items() if isinstance(value, Tensor))
-    first = given[name] = given[name].detach()
-    places = [given[place] for place in range(len(args))]
-    named = {key: given[key] for key in kwargs}
-    return partial(module, *places, **named), first.requires_grad_(first.is_floating_point())
 
 
 def entry_once(subject: Subject, batch: Batch, watch: Stopwatch) -> float:
@@ -202,7 +191,7 @@ def _alone(
     subject: Subject, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], watch: Stopwatch
 ) -> Float64Array:
     """Seconds [3] of a layer on the arguments of one call, of which the first tensor is the layer's input."""
-    call, first = _again(module, args, kwargs)
+    call, first = again(module, args, kwargs)
     inputs = [first] if first.requires_grad and not layer.reads_data else []
     if layer.targets_only and subject.head is not None:
         call = partial(subject.head, first)
@@ -221,6 +210,7 @@ class MeasuredSubject:
     samples: per batch, what `measure_once` returned in each round.
     hooks, waits, entries: what `hooks_once`, `waits_once` and `entry_once` returned in each round.
     runs: what attention takes of items that ranks share; None: it is not measured.
+    kept: per batch, what `kept_once` returned.
     """
 
     subject: Subject
@@ -231,6 +221,7 @@ class MeasuredSubject:
     waits: list[Float64Array] = field(default_factory=list)
     entries: list[float] = field(default_factory=list)
     runs: MeasuredRuns | None = None
+    kept: list[Float64Array] = field(default_factory=list)
 
     @property
     def batches(self) -> list[Batch]:
@@ -255,7 +246,7 @@ class MeasuredSubject:
             reach = None if layer.attention is None else layer.attention.reach
             told_apart = (layer.kind, layer.weights, reach)
             if not any((times.kind, times.weights, times.reach) == told_apart for times in layers):
-                points = self.points(number, seconds[:, number])
+                points = self._with_kept(number, self.points(number, seconds[:, number]))
                 hooks_s = (0.0, 0.0) if hooks is None else tuple(np.maximum(hooks[number], 0).tolist())
                 layers.append(
                     LayerTimes(
@@ -279,6 +270,17 @@ class MeasuredSubject:
             entry_s=entry_s,
             **squares,
         )
+
+    def _with_kept(self, number: int, points: tuple[Points, Points]) -> tuple[Points, Points]:
+        """Points of a layer, of the grid and held out, with the bytes that it keeps."""
+        if not self.kept:
+            return points
+        kept, split = [float(of_batch[number]) for of_batch in self.kept], len(self.grid)
+        grid, held_out = (
+            part.model_copy(update={"kept_bytes": tuple(column)})
+            for part, column in zip(points, (kept[:split], kept[split:]), strict=True)
+        )
+        return grid, held_out
 
     def _squares(self, batches: Sequence[Batch]) -> list[float]:
         """The sum of squared lengths of each batch's segments; none of a module without segments."""
@@ -355,6 +357,7 @@ def measure(
         measured.append(MeasuredSubject(subject, *batches, runs=MeasuredRuns(subject, max_rows)))
     for each in measured:
         each.samples = [[] for _ in each.batches]
+        each.kept = [kept_once(each.subject, batch) for batch in each.batches]
     num_rounds = 0
     while True:
         # In turns, as in a step: no module finds its own weights in the caches.

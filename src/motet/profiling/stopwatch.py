@@ -97,3 +97,15 @@ def kept_calls(modules: Sequence[nn.Module]) -> Iterator[Calls]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def again(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[TimedCall, Tensor]:
+    """A call of a layer with the arguments that it had, and the first tensor of these, which needs a gradient where it
+    can have one.
+    """
+    given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    name = next(name for name, value in given.items() if isinstance(value, Tensor))
+    first = given[name] = given[name].detach()
+    places = [given[place] for place in range(len(args))]
+    named = {key: given[key] for key in kwargs}
+    return partial(module, *places, **named), first.requires_grad_(first.is_floating_point())

@@ -17,7 +17,7 @@ from motet.core.spec import ModelSpec
 from motet.cost.decoding import DecodingFit
 from motet.cost.fit import RelativeError, Surface, fit_curve, relative_error
 from motet.cost.phases import PS_PER_NS, phase_times
-from motet.cost.profile import LayerTimes, Points, Profile, RunTimes
+from motet.cost.profile import DTYPE_BYTES, LayerTimes, Points, Profile, RunTimes, kept_shares
 from motet.cost.profiled import message_fit, run_surfaces
 
 _WIDTH = 140
@@ -37,7 +37,7 @@ def print_tables(profile: Profile, spec: ModelSpec, *, recomputed: Mapping[str, 
     # A file, which is read later, has lines as wide as the tables need.
     console = Console()
     console = console if console.is_terminal else Console(width=_WIDTH)
-    of_modules = _layers(profile), _runs(profile), _phases(profile, spec, recomputed)
+    of_modules = _layers(profile), _runs(profile), _kept(profile, spec), _phases(profile, spec, recomputed)
     for table in (*of_modules, _messages(profile), _decoding(profile)):
         if table.row_count:
             console.print(table)
@@ -143,6 +143,17 @@ def _runs(profile: Profile) -> Table:
                 _error(relative_error(whole + more, measured)),
                 _error(relative_error(whole, measured)),
             )
+    return table
+
+
+def _kept(profile: Profile, spec: ModelSpec) -> Table:
+    """Bytes that layers keep for backward, as they were measured and by the memory model."""
+    table = _table("Bytes kept for backward", ("module", "layer"), ("a row", "memory model", "measured over it"))
+    for (name, layer), share in kept_shares(profile, spec).items():
+        said = layer.activation_width * DTYPE_BYTES[profile.precision]
+        times = profile.module(name)
+        label = times and (found := times.of_layer(layer)) and _label(found)
+        table.add_row(name, label or layer.kind, f"{share * said:,.0f}", f"{said:,}", f"{share:.2f}")
     return table
 
 
