@@ -43,12 +43,13 @@ from own_truth_report import Sample, compare, show, summary
 from rows import Row, write_rows
 from rows import options as command_line
 
-from motet.assign.orchestrator import joined_decisions
+from motet.assign.planned_step import by_replica
 from motet.core.plan import Plan
 from motet.core.timeline import Timeline
 from motet.cost.catalogue import cluster
 from motet.cost.profile import Profile
 from motet.cost.profiled import Profiled
+from motet.dispatch.edge_messages import assignment_of
 from motet.models.spec import model_spec, spec_of_config
 from motet.planning.plan_of_recipe import plan_of_recipe
 from motet.profiling.command import profile
@@ -236,9 +237,9 @@ def measure(runs: dict[str, Run], options: Options, world: World) -> dict[str, l
 
 
 def predicted(run: Run, cost: Profiled) -> list[Timeline]:
-    stages, names, found = planned(run.plan), [module.name for module in run.plan.model.modules], []
+    stages, found = planned(run.plan), []
     for batches in run.steps:
-        assignment = joined_decisions([each.lengths for each in batches], [each.decision for each in batches], names)
+        assignment = by_replica(run.plan, assignment_of(batches))
         found.append(predict_assigned(run.plan, stages, assignment, cost).timeline)
     return found
 
