@@ -141,7 +141,11 @@ def run_rank(rank: int, num_ranks: int, folder: str, options: Options, out: Path
             show(figures)
             if out is not None:
                 rows = [Row(f"{name}: predicted over measured", own["ratio"]) for name, own in figures.items()]
-                about = {"num_ranks": num_ranks, "num_cores": len(cores), "options": asdict(options)}
+                about = {
+                    "num_ranks": num_ranks,
+                    "num_cores": len(cores),
+                    "options": asdict(options) | {"recipe": own_name(options)},
+                }
                 write_rows(out, rows, **about, seed=options.seed, settings=figures, rounds=rounds)
     dist.destroy_process_group()
 
