@@ -141,6 +141,9 @@ def run_rank(rank: int, num_ranks: int, folder: str, options: Options, out: Path
             show(figures)
             if out is not None:
                 rows = [Row(f"{name}: predicted over measured", own["ratio"]) for name, own in figures.items()]
+                rows += [
+                    Row(f"{name}: the same, processor time", each["processor_ratio"]) for name, each in figures.items()
+                ]
                 about = {
                     "num_ranks": num_ranks,
                     "num_cores": len(cores),
