@@ -9,6 +9,10 @@ training's prefetch thread does, so decoding takes no part. A step lasts from a 
 
 Settings that begin with "pp" are pipelines on two ranks (`own_truth_plans.py`). They train under a Plan as `motet train
 --plan` does, and are predicted from the same profile. The model has more blocks than the demo's, so that it can be cut.
+In "cp" and "split" both ranks share sequences; beside each stands what the same profile predicts where fragments are
+their share of whole items.
+
+--recipe takes another recipe in place of the demo's, one without files (`own_truth_recipes/`).
 
 One profile, with the recipe's own `[fsdp]`, serves all settings of a round. Prediction and measurement are compared
 within a round, since a machine that others use does not keep its speed. Where there are cores enough, each rank is kept
@@ -34,16 +38,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from own_truth_plans import DEEPER, PIPELINES, pipeline_plan
+from own_truth_plans import DEEPER, PIPELINES, SHARED, pipeline_plan
 from own_truth_report import Sample, compare, show, summary
 from rows import Row, write_rows
 from rows import options as command_line
 
-from motet.assign.step import joined
+from motet.assign.planned_step import by_replica
 from motet.core.plan import Plan
 from motet.core.timeline import Timeline
 from motet.cost.catalogue import cluster
+from motet.cost.profile import Profile
 from motet.cost.profiled import Profiled
+from motet.dispatch.edge_messages import assignment_of
 from motet.models.spec import model_spec, spec_of_config
 from motet.planning.plan_of_recipe import plan_of_recipe
 from motet.profiling.command import profile
@@ -84,6 +90,7 @@ class Options:
     batch_size: int
     seed: int
     settings: tuple[str, ...]
+    recipe: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -110,8 +117,10 @@ def run_rank(rank: int, num_ranks: int, folder: str, options: Options, out: Path
         for number in range(options.rounds):
             load = os.getloadavg()[0]
             with contextlib.redirect_stdout(io.StringIO()):
-                own = load_recipe(RECIPE, overrides(folder, options))
-                measured = profile(own, "demo", out=Path(folder) / f"{number}.json", seconds=options.profile_seconds)
+                own = load_recipe(options.recipe or RECIPE, overrides(folder, options))
+                measured = profile(
+                    own, own_name(options), out=Path(folder) / f"{number}.json", seconds=options.profile_seconds
+                )
             found = measure(runs, options, world)
             everywhere = world.gather(found)
             if world.is_first:
@@ -119,6 +128,9 @@ def run_rank(rank: int, num_ranks: int, folder: str, options: Options, out: Path
                 for name, run in runs.items():
                     repeats = [list(zip(*ranks, strict=True)) for ranks in zip(*(rank[name] for rank in everywhere))]
                     settings[name] = compare(zip(repeats, predicted(run, Profiled(measured, hardware)), strict=True))
+                    if name in SHARED:
+                        steps = predicted(run, Profiled(without_runs(measured), hardware))
+                        settings[f"{name}, as whole items"] = compare(zip(repeats, steps, strict=True))
                 rounds.append({"load": [load, os.getloadavg()[0]], "settings": settings})
                 print(
                     f"round {number + 1} of {options.rounds}, load {load:.1f} to {os.getloadavg()[0]:.1f}", flush=True
@@ -129,12 +141,39 @@ def run_rank(rank: int, num_ranks: int, folder: str, options: Options, out: Path
             show(figures)
             if out is not None:
                 rows = [Row(f"{name}: predicted over measured", own["ratio"]) for name, own in figures.items()]
-                about = {"num_ranks": num_ranks, "num_cores": len(cores), "options": asdict(options)}
+                rows += [
+                    Row(f"{name}: the same, processor time", each["processor_ratio"]) for name, each in figures.items()
+                ]
+                about = {
+                    "num_ranks": num_ranks,
+                    "num_cores": len(cores),
+                    "options": asdict(options) | {"recipe": own_name(options)},
+                }
                 write_rows(out, rows, **about, seed=options.seed, settings=figures, rounds=rounds)
     dist.destroy_process_group()
 
 
+def own_name(options: Options) -> str:
+    return (options.recipe or RECIPE).stem
+
+
+def without_runs(measured: Profile) -> Profile:
+    """The profile without what attention of runs of shared items takes."""
+    modules = [
+        module.model_copy(update={"layers": tuple(each.model_copy(update={"runs": None}) for each in module.layers)})
+        for module in measured.modules
+    ]
+    return measured.model_copy(update={"modules": tuple(modules)})
+
+
 def overrides(folder: str, options: Options) -> list[str]:
+    if options.recipe is not None:
+        return [
+            f"run.batch_size={options.batch_size}",
+            f"run.dir={folder}/run",
+            f"run.seed={options.seed}",
+            "run.steps=2",
+        ]
     data = f"{folder}/data"
     return [
         f'data.train=["{data}/train.jsonl"]', "data.heldout=[]", f'data.tokenizer="{data}/tokenizer"',
@@ -145,8 +184,8 @@ def overrides(folder: str, options: Options) -> list[str]:
 
 def prepared(name: str, world: World, folder: str, options: Options, hardware, stack: ExitStack) -> Run:
     own = [text.format(ranks=world.num_ranks) for text in SETTINGS.get(name, ())]
-    recipe, chosen = load_recipe(RECIPE, [*overrides(folder, options), *own]), None
-    if name in PIPELINES:
+    recipe, chosen = load_recipe(options.recipe or RECIPE, [*overrides(folder, options), *own]), None
+    if name in (*PIPELINES, *SHARED):
         spec = spec_of_config(recipe.modules, recipe.vocabulary().vocabulary_size)
         plan = pipeline_plan(name, spec, hardware, recipe.run.batch_size)
         chosen = ChosenPlan(plan, Path(f"{name}.json"), lambda _: "motet plan")
@@ -205,10 +244,9 @@ def measure(runs: dict[str, Run], options: Options, world: World) -> dict[str, l
 
 
 def predicted(run: Run, cost: Profiled) -> list[Timeline]:
-    stages, names, found = planned(run.plan), [module.name for module in run.plan.model.modules], []
+    stages, found = planned(run.plan), []
     for batches in run.steps:
-        decided = [{name: batch.decision.assignments[name] for name in names} for batch in batches]
-        assignment = joined([batch.lengths for batch in batches], decided)
+        assignment = by_replica(run.plan, assignment_of(batches))
         found.append(predict_assigned(run.plan, stages, assignment, cost).timeline)
     return found
 
@@ -221,13 +259,14 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=5, help="of each batch in each setting, a round")
     parser.add_argument("--batch-size", type=int, default=128)
-    every = (*SETTINGS, *PIPELINES)
+    parser.add_argument("--recipe", type=Path, help="another recipe, without files")
+    every = (*SETTINGS, *SHARED, *PIPELINES)
     parser.add_argument(
         "--only", nargs="+", choices=every, help="settings; all of data parallelism, and on 2 ranks pipelines"
     )
     given = vars(parser.parse_args())
     num_ranks, out, only = given.pop("ranks"), given.pop("json"), given.pop("only")
-    settings = only or (every if num_ranks == 2 else tuple(SETTINGS))
+    settings = only or ((*SETTINGS, *PIPELINES) if num_ranks == 2 and not given["recipe"] else tuple(SETTINGS))
     asked = Options(**given, settings=tuple(settings))
     with tempfile.TemporaryDirectory() as folder:
         making = [
@@ -241,7 +280,8 @@ def main() -> None:
             "--seed",
             str(asked.seed),
         ]
-        subprocess.run([*making, "--num-heldout", "1"], check=True, stdout=subprocess.DEVNULL)
+        if asked.recipe is None:
+            subprocess.run([*making, "--num-heldout", "1"], check=True, stdout=subprocess.DEVNULL)
         mp.spawn(run_rank, (num_ranks, folder, asked, out), nprocs=num_ranks)
 
 

@@ -44,7 +44,16 @@ PIPELINES: dict[str, tuple[tuple[Unit, ...], ScheduleKind]] = {
 """Name -> units and schedule."""
 
 
+SHARED = ("cp", "split")
+"""Settings in which both ranks share sequences: all of them, or those that are cut."""
+
+
 def pipeline_plan(name: str, spec: ModelSpec, where: Cluster, batch_size: int) -> Plan:
     """The Plan of a setting."""
+    if name in SHARED:
+        degrees = {"cp": 2} if name == "cp" else {"dp": 2}
+        unit = Unit("all", (dict(spec.num_blocks),), zero=0, **degrees)
+        balance = "split" if name == "split" else "joint"
+        return Plan(spec, where, (unit,), batch_size, batch_size // 2, "1f1b", balance=balance, precision="fp32")
     units, schedule = PIPELINES[name]
     return Plan(spec, where, units, batch_size, batch_size // NUM_MICROBATCHES, schedule, precision="fp32")

@@ -107,6 +107,21 @@ def _moved(lengths: tuple[int, ...], num_ranks: int, window: int, sight: Sight) 
     return rows.most_moved(rows.wanted(table)), rows.most_moved([table.keys] * num_ranks)
 
 
+def num_runs(lengths: Int64Array, num_ranks: int, sight: Sight = CAUSAL) -> float:
+    """How many runs of rows a rank has, in the mean: rows that stand side by side in a sequence.
+
+    lengths: as of `context_rows`. sight: as of `moved_rows`.
+
+    Example:
+        >>> num_runs(np.array([8]), 2)  # A rank has the rows 0, 3, 4 and 7, the other one 1, 2, 5 and 6.
+        2.5
+    """
+    rows = context_rows(lengths, num_ranks, sight.pairs(lengths))
+    first = np.diff(rows.owner, prepend=-1) != 0
+    first[rows.starts[lengths > 0]] = True
+    return int(first.sum()) / num_ranks
+
+
 @lru_cache(maxsize=256)
 def _dealt(lengths: tuple[int, ...], num_ranks: int) -> ContextRows:
     segments = Segments.of_documents([[("text", length)] for length in lengths])

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.core.arrays import Float64Array, Int64Array
+from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.attention_table import AttentionTable
 from motet.core.errors import UserError
 from motet.core.words import counted_words
@@ -128,9 +128,9 @@ def exchanged_heads(
     num_ranks: int,
     heads: int,
     kv_heads: int,
-) -> tuple[Float64Array, Float64Array]:
-    """Rows of heads that the busiest rank moves in a layer's attention; and those that backward finds on it beside what
-    attention keeps of whole sequences, about.
+) -> tuple[Float64Array, Float64Array, BoolArray]:
+    """Rows of heads that the busiest rank moves in a layer's attention; those that backward finds on it beside what
+    attention keeps of whole sequences, about; and whether it has all rows of some heads.
 
     method: as of `dispatch.context.ContextShare`; "auto" is the way that moves fewer. own_rows: of the rank. Others: as
     of `moved_heads`. Under an all-gather a rank has all keys, also those that its rows do not see. Under Ulysses keys
@@ -146,9 +146,9 @@ def exchanged_heads(
     sent_kv_heads = kv_heads if kv_heads % num_ranks == 0 else heads
     kept_by_heads = own_rows * (heads + 2.0 * (sent_kv_heads - kv_heads))
     if method == "all_gather":
-        return of_all * 2.0 * kv_heads, of_all * 2.0 * kv_heads
+        return of_all * 2.0 * kv_heads, of_all * 2.0 * kv_heads, np.zeros(of_all.shape, dtype=np.bool_)
     is_by_heads = by_heads < by_cast if method == "auto" else np.full(by_cast.shape, method == "ulysses")
-    return np.where(is_by_heads, by_heads, by_cast), np.where(is_by_heads, kept_by_heads, by_cast)
+    return np.where(is_by_heads, by_heads, by_cast), np.where(is_by_heads, kept_by_heads, by_cast), is_by_heads
 
 
 @dataclass(frozen=True, eq=False)

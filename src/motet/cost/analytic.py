@@ -40,7 +40,7 @@ from motet.core.cluster import Cluster, Link
 from motet.core.errors import ArgumentError
 from motet.core.exchange import Moved
 from motet.core.plan import ADAM_MOMENTS
-from motet.core.spec import Layer
+from motet.core.spec import Layer, ModelSpec
 from motet.cost import communication
 from motet.cost.model import Beyond, LayerSeconds, Work
 
@@ -141,6 +141,10 @@ class Analytic:
     def unwrapped(self, *, waits: bool = False) -> Analytic:
         """This model: it prices no hooks."""
         return self
+
+    def as_measured(self, model: ModelSpec) -> ModelSpec:
+        """As it is: it measures nothing."""
+        return model
 
     def entry_seconds(self, module: str) -> float:
         """0: it prices operations and what they move."""

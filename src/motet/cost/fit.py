@@ -196,3 +196,36 @@ def _along(line: tuple[Float64Array, Float64Array], rows: Float64Array, is_bound
     if is_bounded:
         slope = min(slope, float(corner_s[-1] / corner_rows[-1]))
     return np.asarray(np.interp(rows, corner_rows, corner_s) + np.maximum(rows - corner_rows[-1], 0.0) * slope)
+
+
+class RunSurface:
+    """What a pair of attention takes more, or less, in runs of rows of items that ranks share than in whole items.
+
+    1. Points of packs of one length make a line over rows of a run, interpolated linearly in their logarithm.
+    2. Between two lines, seconds are interpolated linearly in the logarithm of keys that a row attends to.
+    Beyond the points it is as at the nearest of them.
+    """
+
+    def __init__(self, length: ArrayLike, rows: ArrayLike, keys: ArrayLike, more_s: ArrayLike) -> None:
+        """All are [num_points], one at least. more_s: seconds of a pair."""
+        of_pack, sizes, seen, more = (np.asarray(column, dtype=np.float64) for column in (length, rows, keys, more_s))
+        self._least_s = min(float(more.min()), 0.0)
+        self._lines: list[tuple[float, Float64Array, Float64Array]] = []
+        for each in np.unique(of_pack):
+            on_line = np.flatnonzero(of_pack == each)
+            on_line = on_line[np.argsort(sizes[on_line], kind="stable")]
+            self._lines.append((float(np.log(seen[on_line].mean())), np.log(sizes[on_line]), more[on_line]))
+        self._lines.sort(key=lambda line: line[0])
+
+    def __call__(self, number: Float64Array, rows: Float64Array, pairs: Float64Array) -> Float64Array:
+        """Seconds that runs take more, float64 [n]; arguments are columns of `cost.model.Runs`. O(n * lines)."""
+        known = (number > 0) & (rows > 0) & (pairs > 0)
+        of_run = np.log(np.where(known, rows / np.where(known, number, 1), 1.0))
+        keys = np.log(np.where(known, pairs / np.where(known, rows, 1), 1.0))
+        on_lines = np.stack([np.interp(of_run, sizes, more_s) for _, sizes, more_s in self._lines])
+        at = np.array([line[0] for line in self._lines])
+        place = np.interp(keys, at, np.arange(len(at), dtype=np.float64))
+        low = np.minimum(place.astype(np.int64), max(len(at) - 2, 0))
+        high, column = np.minimum(low + 1, len(at) - 1), np.arange(len(rows))
+        more = on_lines[low, column] + (place - low) * (on_lines[high, column] - on_lines[low, column])
+        return pairs * np.where(known, more, self._least_s)

@@ -258,6 +258,8 @@ class StageLayer(NamedTuple):
     and_whole:    beside its part it keeps whole rows as wide as its output: the first of these layers those that
                   came, to whichever layer of the stage that is not recomputed, but what an encoder embeds itself; the
                   last norm of a backbone those that it hands on.
+    kept_share:   what forward keeps for backward over what `Layer` says, where it was measured
+                  (`with_measured_bytes`).
     """
 
     module: str
@@ -266,6 +268,7 @@ class StageLayer(NamedTuple):
     recomputed: bool
     in_parts: bool = False
     and_whole: bool = False
+    kept_share: float = 1.0
 
     @property
     def has_backward(self) -> bool:
@@ -284,7 +287,38 @@ def kept_bytes(placed: StageLayer, num_rows: float, tp: int, element_bytes: int)
         in_parts=placed.in_parts,
         and_whole=placed.and_whole,
     )
-    return of_layer(), of_layer(recomputed=True)
+    return math.ceil(placed.kept_share * of_layer()), of_layer(recomputed=True)
+
+
+KeptShares = Mapping[tuple[str, Layer], float]
+"""(module, layer) -> what forward was measured to keep for backward over what `Layer` says; of layers that were."""
+
+
+def with_measured_bytes(model: ModelSpec, shares: KeptShares) -> ModelSpec:
+    """The model whose layers keep what was measured, in all that follows from `stage_layers`. It is equal to the one
+    that is given, which it is without shares.
+
+    Example:
+        >>> from motet.core.shapes import Transformer, language_model, multimodal
+        >>> model = multimodal("tiny", language_model(Transformer(16, 32, 2, causal=True), 1, 100), [])
+        >>> layer = model.module("backbone").layers[1]
+        >>> measured = with_measured_bytes(model, {("backbone", layer): 1.5})
+        >>> of_both = [stage_layers(each, {"backbone": (0, 1)}, {})[1] for each in (model, measured)]
+        >>> said, found = (kept_bytes(placed, 10, tp=1, element_bytes=4)[0] for placed in of_both)
+        >>> found / said, measured == model
+        (1.5, True)
+    """
+    if not shares or measured_bytes(model) == shares:
+        return model
+    own = replace(model)
+    own.derived["kept_shares"] = shares
+    return own
+
+
+def measured_bytes(model: ModelSpec) -> KeptShares:
+    """The shares of `with_measured_bytes`; {} of a model without."""
+    shares: KeptShares = model.derived.get("kept_shares", {})
+    return shares
 
 
 Spans = Mapping[str, tuple[int, int]]
@@ -333,6 +367,7 @@ def _block_layers(
 ) -> Iterator[StageLayer]:
     module, needs = model.module(name), model.input_gradients[name]
     layers, block, is_backbone = module.layers, module.blocks[number], name == BACKBONE
+    measured = measured_bytes(model)
     if is_backbone:
         entered = {block for _, sink, block in model.reentries if sink == name}
         has_parts = module.key_blocks.issuperset(entered)
@@ -346,7 +381,8 @@ def _block_layers(
         in_parts = has_parts and (has_branches or (is_backbone and layer.kind == "norm"))
         has_come = is_first and (is_backbone or number > 0)
         and_whole = in_parts and (not layer.in_block or has_come)
-        yield StageLayer(name, layer, needs_input, recomputed, in_parts, and_whole)
+        share = measured.get((name, layer), 1.0)
+        yield StageLayer(name, layer, needs_input, recomputed, in_parts, and_whole, share)
 
 
 def taken_bytes(model: ModelSpec, spans: Spans, element_bytes: int, *, by_stage: bool) -> dict[str, int]:
@@ -375,7 +411,7 @@ def held_elements(model: ModelSpec, recompute: Mapping[str, int]) -> dict[str, i
     held, taken = {}, taken_bytes(model, {BACKBONE: (0, model.num_blocks[BACKBONE])}, 1, by_stage=False)
     for name, count in model.num_blocks.items():
         widths = [
-            activation_bytes(each.layer, 1, element_bytes=1, recomputed=each.recomputed) / each.layer.divisor
+            kept_bytes(each, 1, 1, 1)[each.recomputed] / each.layer.divisor
             for each in stage_layers(model, {name: (0, count)}, recompute)
             if each.has_backward and not each.layer.targets_only and not each.layer.item_rows
         ]

@@ -12,7 +12,19 @@ from typing import NamedTuple, Protocol
 from motet.core.arrays import Float64Array
 from motet.core.cluster import Cluster
 from motet.core.exchange import Moved
-from motet.core.spec import Layer
+from motet.core.spec import Layer, ModelSpec
+
+
+class Runs(NamedTuple):
+    """Runs of rows on one rank, of items that it shares with others: what attention computes one by one.
+
+    number: float64 [num_microbatches], how many there are; 0 where it is not known, and the cheapest runs are meant.
+    rows, pairs: float64 [num_microbatches], of all of them together, as of `Work`.
+    """
+
+    number: Float64Array
+    rows: Float64Array
+    pairs: Float64Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,10 +33,12 @@ class Work:
 
     rows:  float64 [num_microbatches], rows in the layer, with padding if the module pads.
     pairs: float64 [num_microbatches], pairs of a query and a key that attention computes; 0 without attention.
+    runs:  of these, what attention computes of items that ranks share; None: all items are whole.
     """
 
     rows: Float64Array
     pairs: Float64Array
+    runs: Runs | None = None
 
 
 class LayerSeconds(NamedTuple):
@@ -115,6 +129,9 @@ class CostModel(Protocol):
 
         Positions, rotations and extents of attention are made anew there, which its first layers' seconds include.
         """
+
+    def as_measured(self, model: ModelSpec) -> ModelSpec:
+        """The model with what its layers were measured to keep for backward (`cost.memory.with_measured_bytes`)."""
 
     def beyond(self, module: str, layer: Layer, work: Work, tp: int = 1) -> Beyond:
         """How far work is beyond what was measured; nothing of a model that measures nothing."""

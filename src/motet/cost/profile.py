@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from motet.core.errors import UserError
 from motet.core.limits import Count, NumRanks, Parameters
-from motet.core.spec import Layer
+from motet.core.spec import Layer, ModelSpec
 from motet.core.text_files import read_json
 
 PROFILE_FILE = "profile.json"
@@ -37,6 +37,8 @@ class Points(_Stored):
     """Medians of repeated measurements of a layer, a point a batch of the module. Columns have equal lengths.
 
     rows, pairs: as in `cost.model.Work`. forward_s, input_s, weight_s: as in `cost.model.LayerSeconds`.
+    kept_bytes: what forward keeps for backward, each storage once; () if it was not measured, as of output layers,
+                whose logits are not kept.
     """
 
     rows: Column
@@ -44,13 +46,47 @@ class Points(_Stored):
     forward_s: Column
     input_s: Column
     weight_s: Column
+    kept_bytes: Column = ()
 
     @model_validator(mode="after")
     def _equal(self) -> Points:
+        if len(self.kept_bytes) not in (0, len(self.rows)):
+            raise ValueError("kept_bytes must be as many as rows, or none")
         lengths = {len(column) for column in (self.rows, self.pairs, self.forward_s, self.input_s, self.weight_s)}
         if len(lengths) > 1:
             raise ValueError("rows, pairs and seconds must be equally many")
         return self
+
+
+class RunPoints(_Stored):
+    """Seconds of attention alone, of packs whose rows two ranks share in runs of one size, and of the same packs whole.
+
+    Of both ranks together, each without messages. Columns have equal lengths, a point a pack and size of a run.
+    length: of the pack's longest item. rows: of a run, in the mean. pairs: of the pack. keys: that a row attends to.
+    forward_s, input_s: of the runs. whole_forward_s, whole_input_s: of the whole pack.
+    """
+
+    length: Column = ()
+    rows: Column = ()
+    pairs: Column = ()
+    keys: Column = ()
+    forward_s: Column = ()
+    input_s: Column = ()
+    whole_forward_s: Column = ()
+    whole_input_s: Column = ()
+
+    @model_validator(mode="after")
+    def _equal(self) -> RunPoints:
+        if len({len(getattr(self, name)) for name in type(self).model_fields}) > 1:
+            raise ValueError("the columns of runs must be equally long")
+        return self
+
+
+class RunTimes(_Stored):
+    """Points to interpolate between, and those that measure its error, as of `LayerTimes`."""
+
+    grid: RunPoints
+    held_out: RunPoints = RunPoints()
 
 
 class LayerTimes(_Stored):
@@ -63,6 +99,8 @@ class LayerTimes(_Stored):
     waits_s: what forward, input and weight seconds become more, in any batch, where gradients of weights wait
              (`core.spec.Layer.defers_weights`); 0 if it was not measured.
     grid, held_out: the points of the module's batches of that name.
+    runs: what its attention takes of items that ranks share; None if it was not measured, and of layers on several
+          tensor-parallel ranks, which have some of its heads.
     """
 
     kind: str
@@ -73,6 +111,7 @@ class LayerTimes(_Stored):
     waits_s: tuple[_Difference, _Difference, _Difference] = (0.0, 0.0, 0.0)
     grid: Points
     held_out: Points
+    runs: RunTimes | None = None
 
 
 class ModuleTimes(_Stored):
@@ -219,6 +258,26 @@ class Profile(_Stored):
             path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise UserError(f"The profile {path} cannot be written: {error.strerror}.") from error
+
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Of a number, by the names that profiles have for the types in which modules compute."""
+
+
+def kept_shares(profile: Profile, model: ModelSpec) -> dict[tuple[str, Layer], float]:
+    """As of `cost.memory.KeptShares`: what layers of a model were measured to keep, over what they are said to.
+
+    Over all batches of the grid: large ones weigh most, in which what does not grow with rows is least.
+    """
+    shares = {}
+    for module in model.modules:
+        times = profile.module(module.name)
+        for layer in dict.fromkeys(module.layers) if times is not None else ():
+            found = times and times.of_layer(layer)
+            if found and layer.activation_width and any(found.grid.kept_bytes):
+                said = sum(found.grid.rows) * layer.activation_width * DTYPE_BYTES[profile.precision]
+                shares[module.name, layer] = sum(found.grid.kept_bytes) / said
+    return shares
 
 
 def unshared(name: str, why: str, tp: int = 0) -> str:

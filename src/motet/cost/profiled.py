@@ -17,12 +17,21 @@ from motet.core.arrays import Float64Array
 from motet.core.cluster import Cluster
 from motet.core.errors import UserError
 from motet.core.exchange import Moved
-from motet.core.spec import Layer
-from motet.cost.fit import Curve, PassOperations, Surface, fit_curve
+from motet.core.spec import Layer, ModelSpec
+from motet.cost.fit import Curve, PassOperations, RunSurface, Surface, fit_curve
+from motet.cost.memory import with_measured_bytes
 from motet.cost.model import Beyond, LayerSeconds, Work
-from motet.cost.profile import LayerTimes, MessageKind, MessageTimes, Profile, in_words
+from motet.cost.profile import (
+    DTYPE_BYTES,
+    LayerTimes,
+    MessageKind,
+    MessageTimes,
+    Profile,
+    RunPoints,
+    in_words,
+    kept_shares,
+)
 
-_ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _REDUCES_A_PASS = 2
 """The number of all-reduces of a layer and pass in Megatron's tensor parallelism: after attention and after the MLP."""
 
@@ -39,6 +48,8 @@ class Profiled:
         self._hooks, self._waits = hooks, waits
         self._unwrapped: dict[bool, Profiled] = {}
         self._surfaces: dict[tuple[object, ...], tuple[Surface, Surface, Surface]] = {}
+        self._measured: list[ModelSpec] = []
+        self._runs: dict[tuple[object, ...], tuple[RunSurface, RunSurface] | None] = {}
 
     def on(self, cluster: Cluster) -> Profiled:
         """The model of the same profile in another cluster."""
@@ -57,7 +68,8 @@ class Profiled:
     def layer_seconds(self, module: str, layer: Layer, work: Work, tp: int = 1) -> LayerSeconds:
         """Interpolated seconds, and bounded by operations beyond what was measured.
 
-        A layer without attention is not split over ranks, so it takes as long as on one.
+        A layer without attention is not split over ranks, so it takes as long as on one. What items take that ranks
+        share is that of whole ones, and what was measured that attention of their runs takes more or less.
         """
         tp = tp if layer.attention is not None else 1
         waits = self._waits and layer.trainable
@@ -65,7 +77,27 @@ class Profiled:
         if key not in self._surfaces:
             self._surfaces[key] = _surfaces(self._times(module, layer, tp), layer, hooks=self._hooks, waits=waits)
         forward, of_input, of_weights = (surface(work.rows, work.pairs) for surface in self._surfaces[key])
+        if work.runs is not None and (of_runs := self._of_runs(module, layer)) is not None:
+            number, rows, pairs = work.runs
+            # Each tensor-parallel rank has a part of the heads.
+            more = (surface(number, rows, pairs) / tp for surface in of_runs)
+            forward, of_input = (np.maximum(of + each, 0.0) for of, each in zip((forward, of_input), more, strict=True))
         return LayerSeconds(forward, of_input, of_weights)
+
+    def _of_runs(self, module: str, layer: Layer) -> tuple[RunSurface, RunSurface] | None:
+        """What runs of a layer's attention take more than their share of whole items; None if it was not measured."""
+        key = (module, layer.kind, layer.weights, layer.attention and layer.attention.reach)
+        if key not in self._runs:
+            of_module = self.profile.module(module)
+            times = of_module and of_module.of_layer(layer)
+            self._runs[key] = run_surfaces(times.runs.grid) if times and times.runs and times.runs.grid.rows else None
+        return self._runs[key]
+
+    def as_measured(self, model: ModelSpec) -> ModelSpec:
+        """With the bytes that layers were measured to keep."""
+        if not any(model is each for each in self._measured):
+            self._measured = [model, with_measured_bytes(model, kept_shares(self.profile, model))]
+        return self._measured[-1]
 
     def entry_seconds(self, module: str) -> float:
         times = self.profile.module(module)
@@ -90,7 +122,7 @@ class Profiled:
         """Seconds of two all-reduces of the layer's rows; 0 for a layer without attention, which is not split."""
         if len(ranks) <= 1 or layer.attention is None:
             return np.zeros(len(work.rows))
-        size_bytes = work.rows * layer.output_width * _ELEMENT_BYTES[self.profile.precision]
+        size_bytes = work.rows * layer.output_width * DTYPE_BYTES[self.profile.precision]
         return _REDUCES_A_PASS * self._seconds("all_reduce", size_bytes, ranks)
 
     def send_seconds(self, size_bytes: Float64Array, ranks: Sequence[int]) -> Float64Array:
@@ -177,6 +209,14 @@ def _ring_scales(kind: MessageKind, num_measured: int, num_ranks: int) -> tuple[
     steps = (num_ranks - 1) / (num_measured - 1)
     # The size of an exchange is what one rank sends; the size of another collective is shared by the ring.
     return steps, 1.0 if kind == "exchange" else steps * num_measured / num_ranks
+
+
+def run_surfaces(points: RunPoints) -> tuple[RunSurface, RunSurface]:
+    """What a pair takes more in runs than in whole items: in forward, and in backward for the input."""
+    columns = (points.forward_s, points.whole_forward_s), (points.input_s, points.whole_input_s)
+    more_s = ((np.array(runs) - np.array(whole)) / np.array(points.pairs) for runs, whole in columns)
+    forward, of_input = (RunSurface(points.length, points.rows, points.keys, each) for each in more_s)
+    return forward, of_input
 
 
 def _operations(layer: Layer) -> PassOperations:

@@ -205,7 +205,7 @@ class _Rows:
         seen = np.minimum(others, attention.window) if attention.window else others
         heads, kv_heads = attention.num_heads // unit.tp, max(attention.num_kv_heads // unit.tp, 1)
         exchange = self._exchange if name == BACKBONE else "group_cast"
-        _, copied = exchanged_heads(exchange, seen, others, own, cp, heads, kv_heads)
+        _, copied, _ = exchanged_heads(exchange, seen, others, own, cp, heads, kv_heads)
         return copied * (attention.kv_width / unit.tp / kv_heads)
 
     def _is_cut(self, name: str, stage: PlannedStage) -> BoolArray:

@@ -21,7 +21,7 @@ from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
 from motet.cost.flops import like_layer, work_of_items
 from motet.cost.memory import StageLayer, stage_layers
-from motet.cost.model import CostModel, Work, backward_seconds
+from motet.cost.model import CostModel, Runs, Work, backward_seconds
 from motet.planner.job import Job
 
 _MAX_LENGTHS = 96
@@ -151,8 +151,9 @@ class ExampleRows:
 class BlockSeconds:
     """Seconds of blocks on one rank, [3, num_blocks, n] for n numbers of cells: forward, input, backward."""
 
-    def __init__(self, job: Job, rows: ExampleRows) -> None:
-        self.job, self.rows, self.cost = job, rows.of, job.cost.unwrapped()
+    def __init__(self, job: Job, rows: ExampleRows, *, cuts: bool = False) -> None:
+        """cuts: as of `step_bound.step_bound`."""
+        self.job, self.rows, self.cost, self.cuts = job, rows.of, job.cost.unwrapped(), cuts
         self.links = on_fastest_links(self.cost)
         self.num_blocks = {module.name: len(module.blocks) for module in job.model.modules}
         self._layers: dict[str, tuple[list[StageLayer], Float64Array]] = {}
@@ -232,7 +233,9 @@ class BlockSeconds:
         """One layer on each of tp * cp ranks, [3, n]."""
         layer, number = placed.layer, of_cell.forward.shape[1]
         columns = np.concatenate([of_cell.forward, of_cell.backward], axis=1) / cp
-        work = Work(*np.ascontiguousarray(columns))
+        rows, pairs = np.ascontiguousarray(columns)
+        # What ranks share may take less than its share of whole items: here as little as any runs of it do.
+        work = Work(rows, pairs, Runs(0.0 * rows, rows, pairs) if cp > 1 or self.cuts else None)
         seconds = self.cost.layer_seconds(placed.module, spread(layer), work, tp)
         messages_s = self.links.tensor_seconds(layer, work, range(tp)) if tp > 1 else np.zeros(2 * number)
         backward_s = backward_seconds(seconds, layer, placed.needs_input) + placed.has_backward * messages_s

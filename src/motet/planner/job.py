@@ -125,6 +125,7 @@ class Job:
 
     def __post_init__(self) -> None:
         check_size(self.batch_size, self.cluster.num_ranks)
+        object.__setattr__(self, "model", self.cost.as_measured(self.model))
 
     def on(self, cluster: Cluster) -> Job:
         """The same job on another cluster of the same devices, with the same batches."""

@@ -31,8 +31,9 @@ from motet.models.mllm import MLLM
 from motet.models.spec import spec_of_config
 from motet.profiling.decoding import measure_decoding
 from motet.profiling.job_lengths import AskedLengths, asked_lengths
-from motet.profiling.measure import MeasuredSubject, Stopwatch, measure
+from motet.profiling.measure import MeasuredSubject, measure
 from motet.profiling.ranks import measure_messages, measure_shared
+from motet.profiling.stopwatch import Stopwatch
 from motet.profiling.subjects import one_layer_deep, subjects
 from motet.profiling.table import print_tables
 from motet.runtime.clip import clip_factor, scale_gradients, square_sum

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,14 +25,12 @@ from motet.core.arrays import Float64Array
 from motet.core.spec import Layer
 from motet.cost.flops import work_of
 from motet.cost.profile import Batch, LayerTimes, ModuleTimes, Points
+from motet.profiling.kept import kept_once
+from motet.profiling.runs import MeasuredRuns
+from motet.profiling.stopwatch import Stopwatch, TimedCall, again, kept_calls, time_forward, time_passes
 from motet.profiling.subjects import MAX_BATCH_ROWS, Subject, grid_of, items
 from motet.runtime.deferred import DeferredWeights, WeightProduct
 from motet.train.world import World
-
-_Result = TypeVar("_Result")
-_Call = Callable[[], Tensor | tuple[Any, ...]]
-Calls = dict[nn.Module, list[tuple[tuple[Any, ...], dict[str, Any]]]]
-"""The positional and keyword arguments of each module's calls."""
 
 MIN_ROUNDS = 3
 """Rounds that are measured in any case."""
@@ -46,91 +43,12 @@ _SETTLED = 0.02
 """A median has settled if its standard error is below this share of it."""
 _WAITS_REPEATS = 3
 """Repeats of a layer in `waits_once`, of which the quickest counts."""
-_CACHED_BYTES = 2**26
-"""More than the caches of a core or a device hold."""
 _LEAST_S = 0.02
 """A batch that is quicker is never too large: in it the cost of a row would be small beside that of a call."""
 FORWARD, INPUT, BOTH = range(3)
 """Columns of measured seconds: forward, backward for the input, backward for input and weights."""
 WEIGHTS = BOTH
 """The same column, once backward for the input is subtracted."""
-
-
-class Stopwatch:
-    """Seconds of work on a device: by its events on CUDA; else by the clock if the work waits for messages, or by the
-    processor time of this thread, which other programs on the core do not lengthen.
-
-    evicts: caches are filled with other data before work that says so.
-    """
-
-    def __init__(self, device: torch.device, *, waits: bool = True, evicts: bool = False) -> None:
-        self._on_device = device.type == "cuda"
-        self._clock = time.perf_counter if waits else time.thread_time
-        self._other_data = torch.zeros(_CACHED_BYTES // 4, device=device) if evicts else None
-
-    def __call__(self, work: Callable[[], _Result], near: Sequence[Tensor] | None = None) -> tuple[float, _Result]:
-        """near: what alone the work finds in the caches; None: whatever is there."""
-        if self._other_data is not None and near is not None:
-            self._other_data.add_(1)
-            for tensor in near:
-                tensor.detach().sum()
-        if not self._on_device:
-            start_s = self._clock()
-            result = work()
-            return self._clock() - start_s, result
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        result = work()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3, result
-
-
-def time_passes(
-    watch: Stopwatch,
-    call: _Call,
-    inputs: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-) -> Float64Array:
-    """Seconds of forward, of backward for `inputs`, and of backward for `inputs` and `parameters`, float64 [3]."""
-    forward_s, outputs, gradients = _time_forward(watch, call)
-    both = [*inputs, *parameters]
-    if not outputs or not both:
-        return np.array([forward_s, 0.0, 0.0])
-
-    def backward(of: Sequence[Tensor], keep: bool) -> float:
-        work = partial(torch.autograd.grad, outputs, of, gradients, retain_graph=keep, allow_unused=True)
-        return watch(work, gradients)[0]
-
-    input_s = backward(inputs, True) if inputs else 0.0
-    return np.array([forward_s, input_s, backward(both, False)])
-
-
-def _time_forward(
-    watch: Stopwatch, call: _Call, near: Sequence[Tensor] | None = None
-) -> tuple[float, list[Tensor], list[Tensor]]:
-    """Seconds of a call, what it made that has a graph, and a gradient of ones for each. near: as of Stopwatch."""
-    with torch.enable_grad():
-        forward_s, result = watch(call, near)
-    made = result if isinstance(result, tuple) else (result,)
-    outputs = [each for each in made if isinstance(each, Tensor) and each.requires_grad]
-    return forward_s, outputs, [torch.ones_like(output) for output in outputs]
-
-
-@contextmanager
-def kept_calls(modules: Sequence[nn.Module]) -> Iterator[Calls]:
-    """The arguments with which each of the modules is called in the block, in order."""
-    calls: Calls = {}
-
-    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.setdefault(module, []).append((args, kwargs))
-
-    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in modules]
-    try:
-        yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def measure_once(subject: Subject, batch: Batch, watch: Stopwatch) -> Float64Array:
@@ -205,21 +123,23 @@ def waits_once(subject: Subject, batch: Batch, watch: Stopwatch) -> Float64Array
             for args, kwargs in calls.get(module, ()):
                 least = np.full((2, 3), np.inf)
                 for _ in range(_WAITS_REPEATS):
-                    plain = _time_halves(*_again(module, args, kwargs), watch)
-                    least = np.minimum(least, [plain, _time_halves(*_again(waiting, args, kwargs), watch, deferred)])
+                    plain = _time_halves(*again(module, args, kwargs), watch)
+                    least = np.minimum(least, [plain, _time_halves(*again(waiting, args, kwargs), watch, deferred)])
                 added[row] += least[1] - least[0]
         if subject.is_inside(row):
             added[row - 1] -= added[row]
     return added
 
 
-def _time_halves(call: _Call, first: Tensor, watch: Stopwatch, deferred: DeferredWeights | None = None) -> Float64Array:
+def _time_halves(
+    call: TimedCall, first: Tensor, watch: Stopwatch, deferred: DeferredWeights | None = None
+) -> Float64Array:
     """Seconds [3] of forward, of backward for the input, and of the rest of backward. first: the input of `call`.
 
     It differs from `time_passes` in that gradients are added to those of an earlier pass, as what waits is.
     deferred: what makes the products of weights wait.
     """
-    forward_s, outputs, gradients = _time_forward(watch, call)
+    forward_s, outputs, gradients = time_forward(watch, call)
     if deferred is None:
         inputs = [first] if first.requires_grad else []
         of_input = partial(torch.autograd.grad, outputs, inputs, gradients, retain_graph=True, allow_unused=True)
@@ -229,18 +149,6 @@ def _time_halves(call: _Call, first: Tensor, watch: Stopwatch, deferred: Deferre
     with deferred.into(products):
         input_s = watch(lambda: torch.autograd.backward(outputs, gradients))[0]
     return np.array([forward_s, input_s, watch(lambda: [product.add() for product in products])[0]])
-
-
-def _again(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Call, Tensor]:
-    """A call of a layer with the arguments that it had, and the first tensor of these, which needs a gradient where it
-    can have one.
-    """
-    given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
-    name = next(name for name, value in given.items() if isinstance(value, Tensor))
-    first = given[name] = given[name].detach()
-    places = [given[place] for place in range(len(args))]
-    named = {key: given[key] for key in kwargs}
-    return partial(module, *places, **named), first.requires_grad_(first.is_floating_point())
 
 
 def entry_once(subject: Subject, batch: Batch, watch: Stopwatch) -> float:
@@ -264,12 +172,14 @@ def entry_once(subject: Subject, batch: Batch, watch: Stopwatch) -> float:
     return seconds
 
 
-def _time_trained(root: nn.Module, call: _Call, watch: Stopwatch, near: Sequence[Tensor] | None = ()) -> Float64Array:
+def _time_trained(
+    root: nn.Module, call: TimedCall, watch: Stopwatch, near: Sequence[Tensor] | None = ()
+) -> Float64Array:
     """Seconds [3] of a call to a module of `root`, or to itself, whose parameters get their gradients as in training.
 
     FSDP reduces then. Without FSDP gradients are added to those of an earlier pass, so they stay from call to call.
     """
-    forward_s, outputs, gradients = _time_forward(watch, call, near)
+    forward_s, outputs, gradients = time_forward(watch, call, near)
     backward_s, _ = watch(lambda: torch.autograd.backward(outputs, gradients), gradients)
     if isinstance(root, FSDPModule):
         for parameter in root.parameters():
@@ -281,7 +191,7 @@ def _alone(
     subject: Subject, layer: Layer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], watch: Stopwatch
 ) -> Float64Array:
     """Seconds [3] of a layer on the arguments of one call, of which the first tensor is the layer's input."""
-    call, first = _again(module, args, kwargs)
+    call, first = again(module, args, kwargs)
     inputs = [first] if first.requires_grad and not layer.reads_data else []
     if layer.targets_only and subject.head is not None:
         call = partial(subject.head, first)
@@ -299,6 +209,8 @@ class MeasuredSubject:
     grid: the batches to interpolate between. held_out: those that predictions are compared with.
     samples: per batch, what `measure_once` returned in each round.
     hooks, waits, entries: what `hooks_once`, `waits_once` and `entry_once` returned in each round.
+    runs: what attention takes of items that ranks share; None: it is not measured.
+    kept: per batch, what `kept_once` returned.
     """
 
     subject: Subject
@@ -308,6 +220,8 @@ class MeasuredSubject:
     hooks: list[Float64Array] = field(default_factory=list)
     waits: list[Float64Array] = field(default_factory=list)
     entries: list[float] = field(default_factory=list)
+    runs: MeasuredRuns | None = None
+    kept: list[Float64Array] = field(default_factory=list)
 
     @property
     def batches(self) -> list[Batch]:
@@ -332,7 +246,7 @@ class MeasuredSubject:
             reach = None if layer.attention is None else layer.attention.reach
             told_apart = (layer.kind, layer.weights, reach)
             if not any((times.kind, times.weights, times.reach) == told_apart for times in layers):
-                points = self.points(number, seconds[:, number])
+                points = self._with_kept(number, self.points(number, seconds[:, number]))
                 hooks_s = (0.0, 0.0) if hooks is None else tuple(np.maximum(hooks[number], 0).tolist())
                 layers.append(
                     LayerTimes(
@@ -343,6 +257,7 @@ class MeasuredSubject:
                         waits_s=(0.0, 0.0, 0.0) if waits is None else tuple(waits[number].tolist()),
                         grid=points[0],
                         held_out=points[1],
+                        runs=None if self.runs is None else self.runs.times(number, world.gather),
                     )
                 )
         squares = {"grid_squares": self._squares(self.grid), "held_out_squares": self._squares(self.held_out)}
@@ -355,6 +270,17 @@ class MeasuredSubject:
             entry_s=entry_s,
             **squares,
         )
+
+    def _with_kept(self, number: int, points: tuple[Points, Points]) -> tuple[Points, Points]:
+        """Points of a layer, of the grid and held out, with the bytes that it keeps."""
+        if not self.kept:
+            return points
+        kept, split = [float(of_batch[number]) for of_batch in self.kept], len(self.grid)
+        grid, held_out = (
+            part.model_copy(update={"kept_bytes": tuple(column)})
+            for part, column in zip(points, (kept[:split], kept[split:]), strict=True)
+        )
+        return grid, held_out
 
     def _squares(self, batches: Sequence[Batch]) -> list[float]:
         """The sum of squared lengths of each batch's segments; none of a module without segments."""
@@ -427,9 +353,11 @@ def measure(
             max_rows = min(world.gather(_max_rows(subject, watch, most_s)))
             if max_rows >= subject.job_rows:
                 break
-        measured.append(MeasuredSubject(subject, *grid_of(subject.lengths, max_rows, padded=subject.spec.padded)))
+        batches = grid_of(subject.lengths, max_rows, padded=subject.spec.padded)
+        measured.append(MeasuredSubject(subject, *batches, runs=MeasuredRuns(subject, max_rows)))
     for each in measured:
         each.samples = [[] for _ in each.batches]
+        each.kept = [kept_once(each.subject, batch) for batch in each.batches]
     num_rounds = 0
     while True:
         # In turns, as in a step: no module finds its own weights in the caches.
@@ -443,6 +371,8 @@ def measure(
             each.hooks.append(hooks_once(each.subject, by_rows[0], watch))
             each.waits.append(waits_once(each.subject, by_rows[0], watch))
             each.entries.append(entry_once(each.subject, by_rows[len(by_rows) // 2], watch))
+            if each.runs is not None:
+                each.runs.measure(watch)
         num_rounds += 1
         spent_s = time.perf_counter() - start_s
         is_over = spent_s * (num_rounds + 1) / num_rounds > seconds or all(each.is_settled() for each in measured)

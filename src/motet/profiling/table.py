@@ -17,8 +17,8 @@ from motet.core.spec import ModelSpec
 from motet.cost.decoding import DecodingFit
 from motet.cost.fit import RelativeError, Surface, fit_curve, relative_error
 from motet.cost.phases import PS_PER_NS, phase_times
-from motet.cost.profile import LayerTimes, Points, Profile
-from motet.cost.profiled import message_fit
+from motet.cost.profile import DTYPE_BYTES, LayerTimes, Points, Profile, RunTimes, kept_shares
+from motet.cost.profiled import message_fit, run_surfaces
 
 _WIDTH = 140
 _FEW_BATCHES = 4
@@ -37,7 +37,8 @@ def print_tables(profile: Profile, spec: ModelSpec, *, recomputed: Mapping[str, 
     # A file, which is read later, has lines as wide as the tables need.
     console = Console()
     console = console if console.is_terminal else Console(width=_WIDTH)
-    for table in (_layers(profile), _phases(profile, spec, recomputed), _messages(profile), _decoding(profile)):
+    of_modules = _layers(profile), _runs(profile), _kept(profile, spec), _phases(profile, spec, recomputed)
+    for table in (*of_modules, _messages(profile), _decoding(profile)):
         if table.row_count:
             console.print(table)
     for sentence in profile.left_out:
@@ -117,6 +118,59 @@ def _layers(profile: Profile) -> Table:
         whole = reduce(add, (HeldOut.of(times) for times in module.layers if times.tp == 1))
         table.add_row(module.name, "all of these", "1", batches, "", "", "", "", *map(_error, whole.errors))
     return table
+
+
+def _runs(profile: Profile) -> Table:
+    """How far seconds of attention of runs are from what is predicted, and from their share of whole items."""
+    table = _table(
+        "Attention of items that ranks share",
+        ("module", "layer", "batches"),
+        ("rows of a run", "over whole items", "interpolated", "as whole items"),
+    )
+    for module in profile.modules:
+        for times in module.layers:
+            if times.runs is None:
+                continue
+            grid, held_out = times.runs.grid, times.runs.held_out
+            measured, whole, more = run_errors(times.runs)
+            ratio = sum(grid.forward_s + grid.input_s) / sum(grid.whole_forward_s + grid.whole_input_s)
+            table.add_row(
+                module.name,
+                _label(times),
+                f"{len(grid.rows)} + {len(held_out.rows)}",
+                f"{min(grid.rows):,.0f} to {max(grid.rows):,.0f}",
+                f"{ratio:.2f}",
+                _error(relative_error(whole + more, measured)),
+                _error(relative_error(whole, measured)),
+            )
+    return table
+
+
+def _kept(profile: Profile, spec: ModelSpec) -> Table:
+    """Bytes that layers keep for backward, as they were measured and by the memory model."""
+    table = _table("Bytes kept for backward", ("module", "layer"), ("a row", "memory model", "measured over it"))
+    for (name, layer), share in kept_shares(profile, spec).items():
+        said = layer.activation_width * DTYPE_BYTES[profile.precision]
+        times = profile.module(name)
+        label = times and (found := times.of_layer(layer)) and _label(found)
+        table.add_row(name, label or layer.kind, f"{share * said:,.0f}", f"{said:,}", f"{share:.2f}")
+    return table
+
+
+def run_errors(times: RunTimes) -> tuple[Float64Array, Float64Array, Float64Array]:
+    """Seconds of forward and backward of held-out runs, [num_points] each: measured; those of whole items; and what is
+    predicted from the grid to be more than these.
+    """
+    points = times.held_out
+    pairs = np.array(points.pairs)
+    rows = pairs / np.maximum(np.array(points.keys), 1e-9)
+    number = rows / np.maximum(np.array(points.rows), 1e-9)
+    more = np.sum([surface(number, rows, pairs) for surface in run_surfaces(times.grid)], axis=0)
+    return (
+        np.array(points.forward_s) + np.array(points.input_s),
+        np.array(points.whole_forward_s) + np.array(points.whole_input_s),
+        more,
+    )
 
 
 def _label(times: LayerTimes) -> str:

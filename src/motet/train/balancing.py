@@ -68,6 +68,11 @@ class MeasuredPhases:
         )
 
 
+def profile_of(recipe: Recipe) -> Path:
+    """The file that a recipe with balance.cost = "profile" reads."""
+    return recipe.balance.profile or recipe.run.dir / PROFILE_FILE
+
+
 def read_measured(recipe: Recipe, spec: ModelSpec) -> MeasuredPhases | None:
     """The profile that a recipe balances by; None unless balance.cost is "profile".
 
@@ -75,7 +80,7 @@ def read_measured(recipe: Recipe, spec: ModelSpec) -> MeasuredPhases | None:
     """
     if recipe.balance.cost != "profile":
         return None
-    path = recipe.balance.profile or recipe.run.dir / PROFILE_FILE
+    path = profile_of(recipe)
     profile, precision = read_profile(path), recipe.fsdp.param_dtype or recipe.run.dtype
     if profile.precision != precision:
         raise UserError(

@@ -33,7 +33,8 @@ from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE, BatchLengths, Workload, home_ranks
 from motet.cost.analytic import Analytic
 from motet.cost.catalogue import cluster
-from motet.cost.memory import held_elements, stage_layers
+from motet.cost.memory import held_elements, stage_layers, with_measured_bytes
+from motet.cost.profile import kept_shares, read_profile
 from motet.data.order import ExampleOrder, StepExamples
 from motet.dispatch import RankBatch
 from motet.planner.candidate import size_words
@@ -41,7 +42,7 @@ from motet.planner.data_parallel.loads import ModuleState, load_alone, load_of, 
 from motet.planner.data_parallel.recomputation import fit_recomputation
 from motet.planner.job import Job
 from motet.planner.stages.recompute import Fit
-from motet.train.balancing import recipe_orchestrator
+from motet.train.balancing import profile_of, recipe_orchestrator
 from motet.train.device import catalogued
 from motet.train.input.largest import LengthsOf, largest_steps
 from motet.train.recipe.recipe import Recipe
@@ -210,6 +211,8 @@ def auto_recompute(
 
     Raises UserError if the largest microbatch does not fit with everything recomputed.
     """
+    if recipe.balance.cost == "profile":
+        spec = with_measured_bytes(spec, kept_shares(read_profile(profile_of(recipe)), spec))
     job, unit = _job(recipe, spec, ranks), unit_of_recipe(recipe, spec, ranks.num_ranks)
     plan = Plan(spec, job.cluster, (unit,), recipe.run.batch_size, schedule="data_parallel", precision=job.precision)
     steps = largest_steps(recipe.run.num_steps, recipe.run.batch_size, order, held_elements(spec, {}), lengths_of)

@@ -14,7 +14,7 @@ from motet.core.exchange import Moved
 from motet.core.spec import Attention, Layer, ModelSpec, Module, Stack
 from motet.cost.catalogue import cluster as of_catalogue
 from motet.cost.fit import PassOperations, Surface, fit_curve, relative_error
-from motet.cost.model import Beyond, Work
+from motet.cost.model import Beyond, Runs, Work
 from motet.cost.phases import phase_times
 from motet.cost.profile import (
     LayerTimes,
@@ -23,6 +23,8 @@ from motet.cost.profile import (
     OptimizerTimes,
     Points,
     Profile,
+    RunPoints,
+    RunTimes,
     read_profile,
     unshared,
 )
@@ -160,6 +162,52 @@ def test_interpolation_goes_through_the_points_and_is_linear_between_and_beyond(
     # Seconds that are linear in rows and pairs are met everywhere: between lines, far beyond, and below.
     for rows, pairs in ((500, 500 * 100), (10**6, 10**6 * 64), (4096, 4096 * 4096), (5, 25)):
         assert attention(profile, [rows], [pairs]).forward_s[0] == pytest.approx(seconds(rows, pairs), rel=1e-9)
+
+
+MORE, LESS = 3e-9, -2e-10
+"""What a pair takes more in short runs, and in long ones."""
+
+
+def with_runs(profile):
+    """A profile that has measured runs of 16 and of 64 rows of items of 64 and 256."""
+    size, seen = [16, 64, 16, 64], [32, 32, 128, 128]
+    more = np.array([MORE, LESS, MORE, LESS])
+    pairs, none = np.full(4, 1e4), np.zeros(4)
+    points = RunPoints(
+        length=[64, 64, 256, 256], rows=size, pairs=pairs, keys=seen,
+        forward_s=1e-3 + more * pairs, input_s=none + 1e-3, whole_forward_s=none + 1e-3, whole_input_s=none + 1e-3,
+    )  # fmt: skip
+    first, layer, *rest = profile.modules[0].layers
+    layers = (first, layer.model_copy(update={"runs": RunTimes(grid=points)}), *rest)
+    return profile.model_copy(update={"modules": (profile.modules[0].model_copy(update={"layers": layers}),)})
+
+
+def of_runs(profile, number, rows, pairs, tp=1):
+    """Forward seconds of a layer on items that are shared, over those of whole ones."""
+    layer = Layer("attention", 100, 100, 8, 8, Attention(8, 8))
+    rows, pairs = np.array([float(rows)]), np.array([float(pairs)])
+    works = Work(rows, pairs, Runs(np.array([float(number)]), rows, pairs)), Work(rows, pairs)
+    shared, whole = (Profiled(profile, cluster()).layer_seconds("backbone", layer, work, tp) for work in works)
+    assert (shared.input_s, shared.weight_s) == (whole.input_s, whole.weight_s)
+    return shared.forward_s[0] - whole.forward_s[0]
+
+
+def test_runs_of_shared_items_take_what_was_measured_more_or_less(profile):
+    measured = with_runs(profile)
+    pairs = 64 * 32
+    assert of_runs(measured, 4, 64, pairs) == pytest.approx(MORE * pairs)
+    assert of_runs(measured, 1, 64, pairs) == pytest.approx(LESS * pairs)
+    assert of_runs(measured, 2, 64, pairs) == pytest.approx((MORE + LESS) / 2 * pairs)  # Of 32 rows, between both.
+    assert of_runs(measured, 64, 64, pairs) == pytest.approx(MORE * pairs)  # Of one row: as the shortest.
+    assert of_runs(measured, 4, 64, pairs, tp=4) == pytest.approx(MORE * pairs / 4)
+    assert of_runs(measured, 0, 64, pairs) == pytest.approx(LESS * pairs)  # How many is not known: the least.
+    assert of_runs(measured, 0, 0, 0) == 0
+    assert of_runs(profile, 4, 64, pairs) == 0  # Of a profile without runs, their share.
+
+
+def test_a_profile_with_runs_is_written_and_read(profile, tmp_path):
+    with_runs(profile).write(tmp_path / "profile.json")
+    assert read_profile(tmp_path / "profile.json") == with_runs(profile)
 
 
 def test_work_without_rows_takes_no_time(profile):

@@ -35,6 +35,7 @@ from motet.profiling.measure import (
     time_passes,
     waits_once,
 )
+from motet.profiling.runs import MeasuredRuns, run_packs
 from motet.profiling.subjects import grid_of, items, one_layer_deep, subjects
 from motet.profiling.table import HeldOut, print_tables
 from motet.runtime.deferred import WeightProduct, _DeferredLinear
@@ -479,3 +480,33 @@ def test_work_that_says_so_finds_other_data_in_the_caches():
     assert torch.equal(watch._other_data, before)
     watch(lambda: None, [made])
     assert torch.equal(watch._other_data, before + 1) and made.tolist() == [1, 1, 1]
+
+
+def test_attention_of_shared_items_is_timed_in_runs_and_whole(chosen):
+    """A call is a second: each of two ranks has a forward and a backward pass of a pack's runs, and there is one of the
+    pack whole. Nothing of padded items, nor of packs that are too short."""
+    found = MeasuredRuns(replace(chosen[BACKBONE], lengths=np.arange(8, 300)), 400)
+    for _ in range(2):
+        found.measure(counting_watch)
+    (number,) = [n for n, each in enumerate(chosen[BACKBONE].layers) if each.layer.attention is not None]
+    times = found.times(number, ALONE.gather)
+    for points, packs in ((times.grid, found.grid), (times.held_out, found.held_out)):
+        assert (set(points.forward_s), set(points.input_s)) == ({2.0}, {2.0})
+        assert (set(points.whole_forward_s), set(points.whole_input_s)) == ({1.0}, {1.0})
+        for pairs, rows, pack in zip(points.pairs, points.rows, packs, strict=True):
+            assert pairs == sum(length * (length + 1) // 2 for length in pack.lengths)
+            assert rows == pytest.approx(sum(pack.lengths) / pack.num_runs)
+    assert len({(pack.lengths, pack.size) for pack in [*found.grid, *found.held_out]}) == 4
+    assert found.times(number + 1, ALONE.gather) is None  # The norm.
+    assert not MeasuredRuns(chosen[BACKBONE], 32).grid
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=40, unique=True), st.integers(1, 20_000))
+def test_both_ranks_have_all_rows_of_a_pack_in_as_many_runs(lengths, max_rows):
+    for pack in (pack for packs in run_packs(np.array(sorted(lengths)), max_rows) for pack in packs):
+        assert max(pack.lengths) <= max_rows and set(pack.lengths) <= set(lengths)
+        rows = [pack.rows_of(rank) for rank in range(2)]
+        assert np.array_equal(np.sort(np.concatenate(rows)), np.arange(sum(pack.lengths)))
+        starts = np.cumsum(pack.lengths) - pack.lengths
+        runs = [((np.diff(own, prepend=-2) > 1) | np.isin(own, starts)).sum() for own in rows]
+        assert sum(runs) == pack.num_runs

@@ -1,6 +1,7 @@
 """Layers that a profile cannot share among ranks are named, with the reason, before any rank tries."""
 
 import pytest
+from torch import nn
 from transformers import Olmo2Config, Phi3Config, Qwen3Config
 from transformers.models.olmo2.modeling_olmo2 import Olmo2DecoderLayer
 from transformers.models.phi3.modeling_phi3 import Phi3DecoderLayer
@@ -26,3 +27,8 @@ def test_what_cannot_be_shared_is_named(config, layer, num_ranks, reason):
     block = Block(layer(config(**sizes, pad_token_id=0, eos_token_id=1, bos_token_id=1), layer_idx=0))
     found = _obstacle(block) or _remainder(block, 16, 32, num_ranks)
     assert reason in found and bool(found) == bool(reason)
+
+
+def test_layers_that_are_made_from_sizes_are_named():
+    """They have no attention module of transformers, whose products could be shared."""
+    assert "made from sizes alone" in _obstacle(Block(nn.Linear(4, 4)))

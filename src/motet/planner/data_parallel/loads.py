@@ -336,7 +336,7 @@ def _priced(job: Job, placed: StageLayer, work: Work, tp: int, context: ContextP
     layer, element_bytes = placed.layer, job.mixed_precision(pipeline=False).compute
     seconds = job.cost.unwrapped().layer_seconds(placed.module, layer, work, tp)  # Whole copies have no hooks.
     tensor_s = job.cost.tensor_seconds(layer, work, range(tp)) if tp > 1 else np.zeros_like(work.rows)
-    given_s, copied = (np.zeros_like(work.rows),) * 2 if context is None else context
+    given_s, copied = (np.zeros_like(work.rows),) * 2 if context is None else context[:2]
     has_backward = float(placed.has_backward)
     forward = seconds.forward_s + tensor_s + given_s
     row_bytes, input_bytes = kept_bytes(placed, 1.0, tp, element_bytes)

@@ -6,7 +6,7 @@ Each distinct layer of a module is priced once, for all replicas and microbatche
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
 from motet.cost.flops import expert_shares
 from motet.cost.memory import StageLayer, kept_bytes, plan_precision
-from motet.cost.model import Beyond, CostModel, LayerSeconds, Work
+from motet.cost.model import Beyond, CostModel, LayerSeconds, Runs, Work
 from motet.simulate.predict.context_pricing import ContextPrice, ContextPricing
 from motet.simulate.predict.exchange_seconds import even_exchanges_s
 from motet.simulate.predict.layer_work import LayerWork
@@ -118,6 +118,9 @@ class LayerPricing:
         context = self._context.price(name, layer)
         beyond = self.cost.beyond(name, layer, work, unit.tp)
         self.beyond[name] = self.beyond.get(name, Beyond()).or_further(beyond)
+        if work.runs is not None and context.by_heads.any():
+            by_rows = ~context.by_heads
+            work = replace(work, runs=Runs(*(column * by_rows for column in work.runs)))
         seconds = self.cost.layer_seconds(name, layer.with_experts_of(unit.ep), work, unit.tp)
         if layer.num_experts and unit.expert_replicas > 1 and items.num_replicas == unit.dp:
             seconds, tensor_s = self._with_experts_shared(unit, layer, work, seconds, tensor_s)

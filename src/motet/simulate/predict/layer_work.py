@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from motet.assign.context_rows import num_runs
 from motet.assign.dealt_items import dealt_items
 from motet.assign.item_shares import shares_of_cells
 from motet.assign.step import StepAssignment
@@ -17,11 +18,15 @@ from motet.assign.taken_rows import most_merged
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.cuts import shares_between
 from motet.core.plan import Plan
+from motet.core.sight import Sight
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
 from motet.cost.flops import like_layer, work_of_items
-from motet.cost.model import Work
+from motet.cost.model import Runs, Work
 from motet.schedule.plan_units import cuts_beside_sequences, on_backbone_ranks, sharing_ranks
+
+_MAX_DEALT = 32
+"""Packs of a step whose rows are dealt out to be counted, where context-parallel ranks share them: each takes 2 ms."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +57,7 @@ class LayerWork:
         self._known_work: dict[tuple[str, Layer], Work] = {}
         self._known_items: dict[tuple[str, Layer], Work] = {}
         self._known_shares: dict[str, _Shares] = {}
+        self._known_runs: dict[int, Float64Array] = {}
 
     def of_replicas(self, name: str, layer: Layer) -> Work:
         """What all ranks compute that share a replica's work: keys whole on each of them."""
@@ -67,12 +73,39 @@ class LayerWork:
         num_ranks = self._num_ranks(name)
         if name != BACKBONE and num_ranks > 1:
             dealt = self._dealt(name, layer)
-            return Work(_most_of_ranks(dealt.rows, num_ranks), _most_of_ranks(dealt.pairs, num_ranks))
+            rows, pairs = (_most_of_ranks(column, num_ranks) for column in (dealt.rows, dealt.pairs))
+            if dealt.runs is None:
+                return Work(rows, pairs)
+            of_ranks = dealt.pairs.reshape(-1, num_ranks)
+            fullest = np.arange(len(of_ranks)), of_ranks.argmax(axis=1)
+            runs = Runs(*(column.reshape(-1, num_ranks)[fullest] for column in dealt.runs))
+            return Work(rows, pairs, runs)
         whole = self.of_replicas(name, layer)
         if self.plan.model.takes_whole(name, layer):
             rows = most_merged(self.assignment.modules[name], self.assignment.num_microbatches, num_ranks)
             return Work(rows, 0.0 * rows)
-        return whole if num_ranks == 1 else Work(whole.rows / num_ranks, whole.pairs / num_ranks)
+        if num_ranks == 1:
+            return whole
+        rows, pairs = whole.rows / num_ranks, whole.pairs / num_ranks
+        # A fragment that replicas share is dealt out as it is cut: each rank has as many runs of it.
+        of_cut = 0.0 if whole.runs is None else whole.runs.number
+        return Work(rows, pairs, Runs(self._num_runs(num_ranks) + of_cut, rows, pairs) if _has_runs(layer) else None)
+
+    def _num_runs(self, cp: int) -> Float64Array:
+        """Runs of rows that a context-parallel rank has of the sequences that its replica has whole, by replica and
+        microbatch; beyond some packs, as many of their rows as in those.
+        """
+        if cp not in self._known_runs:
+            items, num = self.assignment.modules[BACKBONE], self.assignment.num_microbatches
+            cells = [
+                items.length[items.whole_items_of(*divmod(index, num))] for index in range(items.num_replicas * num)
+            ]
+            rows = np.array([lengths.sum() for lengths in cells], dtype=np.float64)
+            step = -(-len(cells) // _MAX_DEALT)
+            sight = Sight.of(self.plan.model.module(BACKBONE).layers)
+            runs = np.array([num_runs(lengths, cp, sight) if len(lengths) else 0.0 for lengths in cells[::step]])
+            self._known_runs[cp] = runs if step == 1 else rows * runs.sum() / max(rows[::step].sum(), 1.0)
+        return self._known_runs[cp]
 
     def moved_of_items(self, name: str, layer: Layer) -> Float64Array:
         """The most rows that a rank gives or gets in a layer's attention over items that ranks share, by replica and
@@ -154,14 +187,24 @@ class LayerWork:
         item = np.concatenate([whole, cuts.item])
         of_cut = np.ones(len(cuts.item)) if like.makes_keys else (cuts.end - cuts.begin) / cuts.units
         share = np.concatenate([np.ones(len(whole)), of_cut])
-        columns = (column[item] * share for column in (of_each.rows, of_each.pairs))
+        columns = tuple(column[item] * share for column in (of_each.rows, of_each.pairs))
         size = items.num_replicas * num
-        work = Work(*(np.bincount(cell, column, size).astype(np.float64) for column in columns))
+        rows, pairs = (np.bincount(cell, column, size).astype(np.float64) for column in columns)
+        runs = None
+        if _has_runs(like) and (name == BACKBONE or items.segments is None):
+            of_cuts = slice(len(whole), None)
+            # Of a sequence a fragment is two runs, which are mirror images. Those in its middle are one.
+            num_runs_each = np.ones(len(cuts.item))
+            if name == BACKBONE:
+                num_runs_each = 2.0 - (cuts.end == cuts.units) / self._num_ranks(name)
+            counts = num_runs_each, *(each[of_cuts] for each in columns)
+            runs = Runs(*(np.bincount(cell[of_cuts], each, size).astype(np.float64) for each in counts))
+        work = Work(rows, pairs, runs)
         if not self.plan.model.module(name).padded:
             return work
         is_cut = np.isin(np.arange(size) % num, items.microbatch[cuts.items])
         padded = self._of_whole(name, like)
-        return Work(np.where(is_cut, work.rows, padded.rows), np.where(is_cut, work.pairs, padded.pairs))
+        return Work(np.where(is_cut, work.rows, padded.rows), np.where(is_cut, work.pairs, padded.pairs), work.runs)
 
     def _of_each(self, name: str, like: Layer) -> Work:
         """Work of each item of a module in layers that are like this one, [num_items] each."""
@@ -181,9 +224,16 @@ class LayerWork:
         of_each, (own, whole) = self._of_each(name, like_layer(layer)), self._fragments(name, layer)
         # A row of a fragment attends to as many as any of its item.
         pairs = of_each.pairs[shares.item] * own / np.maximum(whole, 1)
+        # Ranks that share an item in segments have whole ones, but for those at the ends.
+        is_whole = items.segments is None or (layer.attention is not None and layer.attention.whole)
+        none = np.zeros(len(shares.whole))
+        runs = None
+        if is_whole and _has_runs(layer) and not self.plan.model.module(name).tile_rows:
+            runs = Runs(*(self._on_ranks(name, none, each) for each in (np.ones(len(own)), own, pairs)))
         return Work(
             self._on_ranks(name, of_each.rows[shares.whole], own),
             self._on_ranks(name, of_each.pairs[shares.whole], pairs),
+            runs,
         )
 
     def _fragments(self, name: str, layer: Layer) -> tuple[Float64Array, Float64Array]:
@@ -233,3 +283,8 @@ def _most_of_ranks(column: Float64Array, num_ranks: int) -> Float64Array:
     for other in of_rank[1:]:
         np.maximum(most, other, out=most)
     return most
+
+
+def _has_runs(layer: Layer) -> bool:
+    """Whether rows of a layer attend to rows of their own item: not queries, nor to images beside their sequence."""
+    return layer.attention is not None and not (layer.attention.queries or layer.attention.keys)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -78,6 +79,8 @@ class Pricing:
         like: Pricing | None = None,
         exchange: str = "auto",
     ) -> None:
+        measured = cost.as_measured(plan.model)
+        plan = plan if measured is plan.model else replace(plan, model=measured)
         self.plan, self.planned, self.assignment = plan, planned, assignment
         splits = plan.schedule in SPLITS_BACKWARD
         self.cost = cost if is_wrapped(plan) else cost.unwrapped(waits=splits)

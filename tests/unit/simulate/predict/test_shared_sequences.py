@@ -47,6 +47,13 @@ def lengths_of() -> BatchLengths:
     return BatchLengths(LENGTHS, np.full(len(LENGTHS), 3), np.zeros(len(LENGTHS), np.int32), {})
 
 
+def num_runs_of(share) -> int:
+    """Rows that a rank has side by side, of the sequences that others have rows of too."""
+    rows = share.rows.after(share.num_whole)
+    own = rows.rows[share.rank]
+    return int(((np.diff(own, prepend=-2) > 1) | np.isin(own, rows.starts)).sum())
+
+
 @pytest.mark.parametrize("cp", [1, 2])
 def test_shared_sequences_are_priced_as_they_are_executed(cp):
     plan, lengths = plan_of(cp=cp), lengths_of()
@@ -54,6 +61,7 @@ def test_shared_sequences_are_priced_as_they_are_executed(cp):
     pricing = Pricing(plan, program, step, Linear(plan.cluster))
     layer, cut, copies = plan.model.module(BACKBONE).layers[1], 0, 0
     found = pricing.rows(BACKBONE, layer, program.stages[0], range(4))
+    work = pricing.layer_pricing.work.of_busiest(BACKBONE, layer)
     priced_s = pricing.islands(program.stages[0]).forward
     for number, part in enumerate(decide_planned_step(plan, lengths).microbatches):
         batches = []
@@ -66,6 +74,8 @@ def test_shared_sequences_are_priced_as_they_are_executed(cp):
         rows = np.array([len(share.own) for share in shares])
         assert rows.sum() == part.lengths.sequence.sum() and (rows > 0).all()
         assert found[:, number] == pytest.approx(rows.reshape(4, cp).mean(axis=1), abs=2)
+        runs = np.array([num_runs_of(share) for share in shares]).reshape(4, cp).mean(axis=1)
+        assert work.runs.number.reshape(4, -1)[:, number] == pytest.approx(runs)
         assert len(set(priced_s[:, number])) == 1  # Replicas wait for each other in each layer.
         moved = np.zeros((len(shares), len(shares)), dtype=np.int64)
         for rank, share in enumerate(shares):
