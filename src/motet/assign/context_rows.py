@@ -57,14 +57,16 @@ def rows_of_replica(
     rows. items: int64 [m], their numbers in `cuts`, whose ranks are replicas. pairs: as of `context_rows`, of all rows.
     """
     fragments, num_whole = cuts.over(cp) if len(items) else cuts, whole.sum()
-    shared = zip(items.tolist(), cut.tolist(), pairs_of(cut, None if pairs is None else pairs[num_whole:]), strict=True)
+    shared = zip(
+        items.tolist(), cut.tolist(), pairs_by_sequence(cut, None if pairs is None else pairs[num_whole:]), strict=True
+    )
     owners = [fragments.owner(*sequence) for sequence in shared]
     alone = context_rows(whole, cp, None if pairs is None else pairs[:num_whole])
     of_whole = replica * cp + alone.owner.astype(np.int32)
     return ContextRows(np.concatenate([whole, cut]), np.concatenate([of_whole, *owners]), num_replicas * cp)
 
 
-def pairs_of(lengths: Int64Array, pairs: Int64Array | None) -> list[Int64Array | None]:
+def pairs_by_sequence(lengths: Int64Array, pairs: Int64Array | None) -> list[Int64Array | None]:
     """The pairs of each of some sequences. pairs: as of `context_rows`, of all of their rows."""
     if pairs is None:
         return [None] * len(lengths)

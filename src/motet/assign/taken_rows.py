@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.assign.context_rows import context_rows, pairs_of
+from motet.assign.context_rows import context_rows, pairs_by_sequence
 from motet.assign.orchestrator import Decision
 from motet.assign.rows import takers
 from motet.assign.step import ModuleAssignment
@@ -154,7 +154,7 @@ def _merged_together(plan: Plan, decision: Decision, lengths: BatchLengths, repl
     if cuts is not None:
         fragments, of_cut = cuts.over(cp), lengths.sequence[cuts.items]
         merged.append(cuts.items)
-        shared = zip(cuts.items.tolist(), of_cut.tolist(), pairs_of(of_cut, sight.pairs(of_cut)), strict=True)
+        shared = zip(cuts.items.tolist(), of_cut.tolist(), pairs_by_sequence(of_cut, sight.pairs(of_cut)), strict=True)
         owners += [fragments.owner(*sequence) for sequence in shared]
     examples, num_ranks = np.concatenate(merged), len(replicas) * cp
     merged_by = np.repeat(merges_on[examples], lengths.sequence[examples])

@@ -19,41 +19,6 @@ from motet.core.attention_table import AttentionTable
 from motet.core.spec import Layer
 
 
-def rows_together(
-    offsets: Int64Array,
-    targets: BoolArray,
-    places: Mapping[str, NDArray[np.integer]],
-    bidirectional: Sequence[str],
-    prefix: bool,
-) -> Int64Array:
-    """Runs of rows that see each other in both directions, int64 [n, 2]: from row to row (exclusive), ascending.
-
-    offsets:       int64 [num_documents + 1]. targets: bool [total], of all rows.
-    places:        encoder -> where its rows stand, int64 [rows].
-    bidirectional: encoders of which rows that follow each other without a token between are a run.
-    prefix:        whether the rows of a document before its first target are one.
-    Raises ValueError where targets were not read, as rows have no known places then.
-
-    Example:
-        >>> rows_together(np.array([0, 4]), np.zeros(4, bool), {"image": np.array([1, 2])}, ["image"], False).tolist()
-        [[1, 3]]
-    """
-    if not (bidirectional or prefix):
-        return np.zeros((0, 2), dtype=np.int64)
-    if len(targets) != offsets[-1]:
-        raise ValueError("this rank did not read the tokens, and so does not know where rows stand that see each other")
-    is_inside = _of_prefixes(offsets, targets) if prefix else np.zeros(offsets[-1], dtype=np.bool_)
-    for name in bidirectional:
-        if name in places:
-            is_inside[places[name]] = True
-    inside = np.flatnonzero(is_inside)
-    begins = np.diff(inside, prepend=-2) > 1
-    begins |= np.isin(inside, offsets[:-1])  # a run ends with its document
-    first = np.flatnonzero(begins)
-    ends = inside[np.append(first[1:], len(inside)) - 1] + 1 if len(inside) else inside
-    return np.stack([inside[first], ends], axis=1)
-
-
 def _of_prefixes(offsets: Int64Array, targets: BoolArray) -> BoolArray:
     """Which rows stand before the first target of their document, bool [total]; first rows are no targets."""
     is_target = targets.copy()
@@ -68,7 +33,8 @@ def _of_prefixes(offsets: Int64Array, targets: BoolArray) -> BoolArray:
 class Sight:
     """What the rows of documents see in all layers of a backbone.
 
-    bidirectional, prefix: as of `rows_together`.
+    bidirectional: encoders of which rows that follow each other without a token between see each other.
+    prefix: whether the rows of a document before its first target do.
     windows: (rows that a row sees at most, or 0: all before it; for how many layers that counts), ascending. One alone
              counts once.
 
@@ -96,13 +62,37 @@ class Sight:
     def together(
         self, offsets: Int64Array, targets: BoolArray, places: Mapping[str, NDArray[np.integer]]
     ) -> Int64Array:
-        """As of `rows_together`."""
-        return rows_together(offsets, targets, places, self.bidirectional, self.prefix)
+        """Runs of rows that see each other in both directions, int64 [n, 2]: from row to row (exclusive), ascending.
+
+        offsets: int64 [num_documents + 1]. targets: bool [total], of all rows.
+        places:  encoder -> where its rows stand, int64 [rows].
+        Raises ValueError where targets were not read, as rows have no known places then.
+
+        Example:
+            >>> Sight(("image",)).together(np.array([0, 4]), np.zeros(4, bool), {"image": np.array([1, 2])}).tolist()
+            [[1, 3]]
+        """
+        if not (self.bidirectional or self.prefix):
+            return np.zeros((0, 2), dtype=np.int64)
+        if len(targets) != offsets[-1]:
+            raise ValueError(
+                "this rank did not read the tokens, and so does not know where rows stand that see each other"
+            )
+        is_inside = _of_prefixes(offsets, targets) if self.prefix else np.zeros(offsets[-1], dtype=np.bool_)
+        for name in self.bidirectional:
+            if name in places:
+                is_inside[places[name]] = True
+        inside = np.flatnonzero(is_inside)
+        begins = np.diff(inside, prepend=-2) > 1
+        begins |= np.isin(inside, offsets[:-1])  # a run ends with its document
+        first = np.flatnonzero(begins)
+        ends = inside[np.append(first[1:], len(inside)) - 1] + 1 if len(inside) else inside
+        return np.stack([inside[first], ends], axis=1)
 
     def pairs(self, lengths: Int64Array, together: Int64Array | None = None) -> Int64Array | None:
         """How many keys each row of documents sees in all layers, int64 [num_rows], whatever is beside its document.
 
-        lengths: int64 [num_documents]. together: of `rows_together`; None: no rows see any behind them.
+        lengths: int64 [num_documents]. together: as of `together`; None: no rows see any behind them.
         None where, whatever stands in documents, rows see all those before them.
         """
         if self == CAUSAL:

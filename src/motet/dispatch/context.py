@@ -243,7 +243,7 @@ class ContextShare:
 
 
 def pairs_of_rows(packed: PackedSequences, sight: Sight) -> Int64Array | None:
-    """As of `Sight.pairs`. packed: sequences with all of their rows. Raises ValueError as `rows_together` does."""
+    """As of `Sight.pairs`. packed: sequences with all of their rows. Raises ValueError as `Sight.together` does."""
     offsets = packed.offsets.numpy().astype(np.int64)
     places = {phase: positions.numpy() for phase, positions in packed.feature_positions.items()}
     return sight.pairs(np.diff(offsets), sight.together(offsets, packed.targets.numpy(), places))

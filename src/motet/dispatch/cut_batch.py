@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from motet.assign.context_rows import pairs_of
+from motet.assign.context_rows import pairs_by_sequence
 from motet.assign.orchestrator import Decision
 from motet.core.arrays import Int64Array
 from motet.core.context_rows import ContextRows
@@ -53,7 +53,7 @@ def shared_out(packed: PackedSequences, decision: Decision, rank: int, lengths: 
     assert cuts is not None, "a decision that shares sequences"
     of_sequences = np.diff(packed.offsets.numpy()).astype(np.int64)
     examples = decision.sequences_on(rank)[num_whole:]
-    pairs = pairs_of(of_sequences, pairs_of_rows(packed, decision.sight))[num_whole:]
+    pairs = pairs_by_sequence(of_sequences, pairs_of_rows(packed, decision.sight))[num_whole:]
     shared = zip(examples.tolist(), of_sequences[num_whole:].tolist(), pairs, strict=True)
     owners = [cuts.owner(*sequence) for sequence in shared]
     owner = np.concatenate([np.full(of_sequences[:num_whole].sum(), rank, dtype=np.int32), *owners])

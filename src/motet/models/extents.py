@@ -12,7 +12,7 @@ import numpy as np
 
 from motet.ahead import found
 from motet.core.arrays import Int64Array
-from motet.core.sight import rows_together
+from motet.core.sight import Sight
 from motet.models.contract import Sequences, on_host
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def _key_of(shared: SharedAttention | tuple[SharedAttention, ...] | None) -> Has
 
 
 def runs_together(sequences: Sequences, bidirectional: Sequence[str], prefix: bool) -> Int64Array:
-    """Runs of rows that see each other, as of `core.sight.rows_together`. sequences: with all of their rows.
+    """Runs of rows that see each other, as of `core.sight.Sight.together`. sequences: with all of their rows.
 
     Reads what the host has, else waits for the device.
     """
@@ -45,10 +45,8 @@ def runs_together(sequences: Sequences, bidirectional: Sequence[str], prefix: bo
         return np.zeros((0, 2), dtype=np.int64)
     sequences = on_host(sequences)
     places = {name: sequences.feature_positions[name] for name in bidirectional if name in sequences.feature_positions}
-    return rows_together(
+    return Sight(tuple(bidirectional), prefix).together(
         sequences.offsets.numpy().astype(np.int64),
         sequences.targets.cpu().numpy(),
         {name: rows.cpu().numpy() for name, rows in places.items()},
-        bidirectional,
-        prefix,
     )
