@@ -61,7 +61,7 @@ def assign_balanced(plan: Plan, batch: BatchLengths, given: Batching) -> StepAss
 
     Raises UserError as `policies_of` does. O(items log items), and `assign` for each encoder and microbatch.
     """
-    policies_of(plan.model, plan.policy)
+    policies_of(plan.model, plan.policy)  # It raises also where no policy matters.
     work = item_work(plan, batch)
     if plan.balance == "split":
         dealt, cut = dealt_with_cuts(plan, batch, given, work)

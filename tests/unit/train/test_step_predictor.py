@@ -91,7 +91,7 @@ def test_the_metrics_of_a_step_have_it_for_all_of_its_cuts():
     assert all(item["gain_s"] == said["gained_s"] for item in items)
     assert cut_metrics(step.batches)["gained_s"] is None
     # Items that ranks of one replica share are shared in any case.
-    shared = [replace(batch.decision, sharing={BACKBONE: 2}) for batch in step.batches]
+    shared = [replace(batch.decision, sharing={BACKBONE: 4}) for batch in step.batches]
     batches = [SimpleNamespace(lengths=batch.lengths, decision=each) for batch, each in zip(step.batches, shared)]
     assert all(item["gain_s"] is None for item in cut_items(batches, gained_s))
 

@@ -328,6 +328,8 @@ def _check_split(plan: Plan) -> None:
                 f"{cuts}, and under 'data_parallel' {made[0]!r} reads query tokens of whole sequences; balance by "
                 "'auto', or plan stages."
             )
+    if unit.dp == 1 and len(pipelined_units(plan)) == 1:
+        raise UserError(f"{cuts}, and unit {unit.name!r} has one; dp must be 2 or more.")
     if unit.dp == 1 and not joins_all_replicas(plan):
         raise UserError(
             f"{cuts}, and items over those of encoders on ranks of their own; unit {unit.name!r} has one replica, and "
