@@ -354,8 +354,12 @@ class Refinement:
         is_pipeline = plan.schedule != "data_parallel" and not plan.microbatch_caps
         if not is_pipeline or other.units is not plan.units or other.microbatch_size != plan.microbatch_size:
             return False
-        same = other.schedule == plan.schedule
-        return same and are_alike(self.job.assignment(plan), self.job.assignment(other))
+        if other.schedule != plan.schedule:
+            return False
+        try:
+            return are_alike(self.job.assignment(plan), self.job.assignment(other))
+        except UserError:  # `_predicted` leaves it out.
+            return False
 
     def _may_replace(self, plan: Plan, other: Plan) -> bool:
         return not self.suitable(plan) or self.suitable(other)
