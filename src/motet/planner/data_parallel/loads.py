@@ -326,7 +326,8 @@ def _load(
         spans, element_bytes = {name: (0, len(blocks))}, job.mixed_precision(pipeline=False).compute
         for source, row_bytes in taken_bytes(job.model, spans, element_bytes, by_stage=False).items():
             kept = kept + row_bytes * taken(source)
-        modules[name] = ModuleLoad(forward, backward, kept, priced[3], priced[4], num_recomputed, moved_bytes(name))
+        recompute_s, saved = priced[3].copy(), priced[4].copy()  # Views would keep all five.
+        modules[name] = ModuleLoad(forward, backward, kept, recompute_s, saved, num_recomputed, moved_bytes(name))
     return Load(job, tp, modules, largest)
 
 
