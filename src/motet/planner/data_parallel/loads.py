@@ -282,7 +282,7 @@ def load_alone(job: Job, lengths: BatchLengths, own: Mapping[str, Int64Array]) -
 def _moved_bytes(job: Job, name: str, assignment: StepAssignment, unit: Unit) -> Moved | None:
     if name == BACKBONE:
         return None
-    node = np.array([job.cluster.node_of(rank) for rank in unit.ranks[:: unit.tp]])
+    node = job.cluster.nodes_of(unit.ranks[:: unit.tp])
     rows = assignment.moved_rows(name, node, merges=job.model.merges)
     row_bytes = job.model.moved(name)[0].output_width * job.mixed_precision(pipeline=False).compute
     return rows.in_bytes(row_bytes, unit.tp) if rows.busiest.any() else None
