@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from motet.core.arrays import Float64Array
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import ArgumentError
 from motet.core.limits import (
     MAX_NODES,
@@ -142,6 +142,11 @@ class Cluster:
     def node_of(self, rank: int) -> int:
         """The node that a rank is in."""
         return rank // self.ranks_per_node
+
+    def nodes_of(self, ranks: range) -> Int64Array:
+        """The node that each of a run of ranks is in, int64 [num_ranks]."""
+        nodes: Int64Array = np.arange(ranks.start, ranks.stop, ranks.step) // self.ranks_per_node
+        return nodes
 
     def unlike(self, ranks: range, size: int, *, apart: int = 1) -> list[range]:
         """The first of each kind of group that a run of ranks consists of: all others lie on nodes as one of these

@@ -250,7 +250,7 @@ class Plan:
         One of a replica's tensor-parallel ranks exchanges for all: a replica counts as on the node of the first.
         """
         unit = self.unit_of(BACKBONE)
-        return ranks_by_node(self.cluster.node_of(rank) for rank in unit.ranks[:: unit.tp])
+        return ranks_by_node(self.cluster.nodes_of(unit.ranks[:: unit.tp]).tolist())
 
     @property
     def closed_up(self) -> Plan:

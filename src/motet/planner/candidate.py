@@ -210,3 +210,20 @@ class PruningStrategy:
     def to_beat(self, fastest_s: float) -> Strategy:
         """The strategy that proposes only what may be faster than fastest_s."""
         return lambda job, pins: self.propose(job, pins, fastest_s)
+
+
+@dataclass(frozen=True)
+class BoundedStrategy:
+    """A `Strategy` that proposes nothing, in less time, where the lower bounds of all its candidates are too large.
+
+    propose: (job, pins, seconds of a step to beat).
+    """
+
+    propose: Callable[[Job, Pins, float], Iterator[Candidate | RuledOut]]
+
+    def __call__(self, job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
+        return self.propose(job, pins, math.inf)
+
+    def to_beat(self, to_beat_s: float) -> Strategy:
+        """The strategy where what does not beat a step does not matter."""
+        return lambda job, pins: self.propose(job, pins, to_beat_s)

@@ -20,7 +20,7 @@ from typing import Literal
 
 from motet.core.errors import UserError
 from motet.core.plan import Plan
-from motet.planner.candidate import Candidate, Pins, RuledOut, Strategy, predict_candidate
+from motet.planner.candidate import BoundedStrategy, Candidate, Pins, RuledOut, Strategy, predict_candidate
 from motet.planner.comparison import rivals
 from motet.planner.field_pins import proposals_for
 from motet.planner.infeasible import possible_tensor_degrees
@@ -113,6 +113,9 @@ class CandidateEvaluation:
         new: list[Candidate] = []
         self.progress(f"considering {', '.join(strategies)}", 0, len(strategies))
         for name, strategy in strategies.items():
+            # Other fields that are pinned change what is proposed, and its bound with it.
+            if isinstance(strategy, BoundedStrategy) and not (self.pins.modules or self.pins.fields):
+                strategy = strategy.to_beat(self.to_beat_s)
             for proposed in _proposals(name, strategy, self.job, self.pins):
                 if isinstance(proposed, RuledOut):
                     self.ruled_out.append(proposed)

@@ -11,6 +11,7 @@ from motet.planner.candidate import (
     DATA_PARALLEL,
     DISAGGREGATED,
     MODALITY_PARALLEL,
+    BoundedStrategy,
     PruningStrategy,
     Strategy,
 )
@@ -20,7 +21,7 @@ from motet.planner.disaggregated.propose import propose_disaggregated
 from motet.planner.modality_parallel.propose import propose_modality_parallel
 
 STRATEGIES: Mapping[str, Strategy] = {
-    DATA_PARALLEL: propose_data_parallel,
+    DATA_PARALLEL: BoundedStrategy(propose_data_parallel),
     CHAIN: propose_chain,
     MODALITY_PARALLEL: propose_modality_parallel,
     DISAGGREGATED: propose_disaggregated,

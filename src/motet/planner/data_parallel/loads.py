@@ -282,7 +282,7 @@ def load_alone(job: Job, lengths: BatchLengths, own: Mapping[str, Int64Array]) -
 def _moved_bytes(job: Job, name: str, assignment: StepAssignment, unit: Unit) -> Moved | None:
     if name == BACKBONE:
         return None
-    node = np.array([job.cluster.node_of(rank) for rank in unit.ranks[:: unit.tp]])
+    node = job.cluster.nodes_of(unit.ranks[:: unit.tp])
     rows = assignment.moved_rows(name, node, merges=job.model.merges)
     row_bytes = job.model.moved(name)[0].output_width * job.mixed_precision(pipeline=False).compute
     return rows.in_bytes(row_bytes, unit.tp) if rows.busiest.any() else None
@@ -326,7 +326,8 @@ def _load(
         spans, element_bytes = {name: (0, len(blocks))}, job.mixed_precision(pipeline=False).compute
         for source, row_bytes in taken_bytes(job.model, spans, element_bytes, by_stage=False).items():
             kept = kept + row_bytes * taken(source)
-        modules[name] = ModuleLoad(forward, backward, kept, priced[3], priced[4], num_recomputed, moved_bytes(name))
+        recompute_s, saved = priced[3].copy(), priced[4].copy()  # Views would keep all five.
+        modules[name] = ModuleLoad(forward, backward, kept, recompute_s, saved, num_recomputed, moved_bytes(name))
     return Load(job, tp, modules, largest)
 
 

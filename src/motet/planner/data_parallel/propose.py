@@ -27,10 +27,11 @@ from motet.schedule import check_fit
 MAX_CANDIDATES = 6
 
 
-def propose_data_parallel(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut]:
+def propose_data_parallel(job: Job, pins: Pins, to_beat_s: float = math.inf) -> Iterator[Candidate | RuledOut]:
     """A `Strategy` over all ranks, or the pinned dp and tp; with each tensor-parallel degree.
 
     It rules out shardings that lack memory, and batch sizes that do not divide among the ranks.
+    to_beat_s: no batch is assigned, and nothing said, where the bounds of all candidates are at least that.
     """
     pins = common_pins(pins)
     if why := _refused(job, pins):
@@ -39,9 +40,12 @@ def propose_data_parallel(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut
     placed: list[PlacedSharding] = []
     even = EvenBatch(job)
     reasons: set[str] = set()
-    for tp in (pins.tp,) if pins.tp else tensor_degrees(job):
+    searches = [DataParallelSearch(job, pins, tp, even) for tp in ((pins.tp,) if pins.tp else tensor_degrees(job))]
+    if to_beat_s < math.inf and all(_wrong(one) or one.least_bound_s() >= to_beat_s for one in searches):
+        return
+    for search in searches:
         best_s = min((one.estimate.estimate_s for one in placed), default=math.inf)
-        for proposal in _proposals(DataParallelSearch(job, pins, tp, even), best_s):
+        for proposal in _proposals(search, best_s):
             if isinstance(proposal, PlacedSharding):
                 placed.append(proposal)
             elif not placed and proposal.why not in reasons:
@@ -49,6 +53,8 @@ def propose_data_parallel(job: Job, pins: Pins) -> Iterator[Candidate | RuledOut
                 yield proposal
     candidates = [_candidate(one) for one in sorted(placed, key=lambda one: one.estimate.estimate_s)[:MAX_CANDIDATES]]
     even.forget()
+    for one in placed:
+        one.search.forget()
     yield from candidates
 
 

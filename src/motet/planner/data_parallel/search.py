@@ -76,6 +76,11 @@ class DataParallelSearch:
         per_rank = self.job.batch_size // self.dp
         return [size for size in reversed(divisors(per_rank)) if self.pins.allow(microbatch_size=size)]
 
+    def forget(self) -> None:
+        """Let go of the loads that are kept: those that are proposed have theirs."""
+        for known in (self._load, self._unbalanced_load):
+            known.cache_clear()
+
     def unit(self, sharding: ZeroSharding, recompute: Mapping[str, int] | None = None) -> Unit:
         """The one unit of a Plan. recompute: recomputed blocks by module, here and below."""
         order = [module.name for module in self.job.model.modules]
@@ -153,6 +158,13 @@ class DataParallelSearch:
     def floor_s(self) -> float:
         """Computation with one microbatch and no recomputation: a lower bound of every estimate."""
         return self.even.load(self.dp, 1, self.tp).waiting_s({})
+
+    def least_bound_s(self) -> float:
+        """No more than the lower bound of any candidate: whatever is sharded and recomputed."""
+        per_rank = self.job.batch_size // self.dp
+        loads = (self.even.load(self.dp, per_rank // size, self.tp) for size in self.microbatch_sizes)
+        computed_s = min((load.busiest_s({}) for load in loads), default=math.inf)
+        return computed_s + min(self.sharded(one).step_s for one in shardings(self.job, self.dp, self.tp))
 
     def estimate_all(
         self, best_s: float, max_slowdown: float = _MAX_SLOWDOWN

@@ -21,7 +21,7 @@ from motet.schedule.dependencies import COLLECTIVES
 from motet.schedule.program import AlikeItems, AlikeRows, Program
 from motet.simulate.engine.action_seconds import ActionShares
 from motet.simulate.engine.lower import Waits
-from motet.simulate.engine.stage_times import StageTimes
+from motet.simulate.engine.stage_times import AlikeParts, StageTimes
 from motet.simulate.engine.table import CODES, ActionTable
 from motet.simulate.engine.turns import NO_TURN, turns
 
@@ -60,6 +60,7 @@ def have_like_parts(times: StageTimes, num_stages: int) -> bool:
     return all(
         parts.get(stage % num_stages) == slices
         for parts in (times.forward_parts, times.backward_parts)
+        if not (isinstance(parts, AlikeParts) and parts.num_stages == num_stages)
         for stage, slices in parts.items()
     )
 
@@ -67,7 +68,9 @@ def have_like_parts(times: StageTimes, num_stages: int) -> bool:
 def of_first_rank(times: StageTimes, num_stages: int) -> StageTimes:
     """The times with the parts of rank 0 alone."""
     forward, backward = (
-        {stage: slices for stage, slices in parts.items() if stage < num_stages}
+        parts.first
+        if isinstance(parts, AlikeParts)
+        else {stage: slices for stage, slices in parts.items() if stage < num_stages}
         for parts in (times.forward_parts, times.backward_parts)
     )
     return replace(times, forward_parts=forward, backward_parts=backward)

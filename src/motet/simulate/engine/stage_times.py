@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -29,6 +29,24 @@ class Part(NamedTuple):
 
     share: float
     stream: Literal["compute", "tensor"] = "compute"
+
+
+class AlikeParts(Mapping[int, tuple[Part, ...]]):
+    """The parts of the stages of ranks that are alike. first: those of rank 0. num_stages: of a rank."""
+
+    def __init__(self, first: Mapping[int, tuple[Part, ...]], num_stages: int, num_ranks: int) -> None:
+        self.first, self.num_stages, self.num_ranks = first, num_stages, num_ranks
+
+    def __getitem__(self, stage: int) -> tuple[Part, ...]:
+        if not 0 <= stage < self.num_stages * self.num_ranks:
+            raise KeyError(stage)
+        return self.first[stage % self.num_stages]
+
+    def __iter__(self) -> Iterator[int]:
+        return (rank * self.num_stages + stage for rank in range(self.num_ranks) for stage in self.first)
+
+    def __len__(self) -> int:
+        return len(self.first) * self.num_ranks
 
 
 @dataclass(frozen=True, eq=False)

@@ -107,8 +107,8 @@ class Collectives:
                 summed_s[holders] = self.cost.all_reduce_seconds(size_bytes, data_ranks)
         stacks = [stack for module in self.plan.model.modules for stack in module.stacks]
         whole = max(sum(stack.layer.updated_parameters * stack.count for stack in stacks), 1)
-        pairs = [(round(number), of / whole) for number, of in zip(updated.tolist(), held.tolist())]
-        seconds = {pair: self.cost.step_seconds(*pair) for pair in set(pairs)}
+        pairs = list(zip(np.rint(updated).tolist(), (held / whole).tolist()))
+        seconds = {pair: self.cost.step_seconds(int(pair[0]), pair[1]) for pair in set(pairs)}
         return np.array([seconds[pair] for pair in pairs]) + summed_s
 
     def norm_s(self) -> Float64Array:

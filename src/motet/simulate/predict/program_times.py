@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from motet.simulate.engine.stage_times import Part, StageTimes
+from motet.schedule.program import AlikeItems
+from motet.simulate.engine.stage_times import AlikeParts, Part, StageTimes
 from motet.simulate.predict.collectives import Collectives
 from motet.simulate.predict.stage_pricing import Pricing
 from motet.simulate.predict.traffic import Traffic
@@ -67,9 +68,15 @@ def parts_of_passes(pricing: Pricing) -> tuple[StageParts, StageParts]:
     """The parts of forward passes, and of backward passes, by stage; of stages whose passes are in parts."""
     forward: dict[int, tuple[Part, ...]] = {}
     backward: dict[int, tuple[Part, ...]] = {}
+    stages = pricing.planned.stages
+    num_listed = len(stages.first) if isinstance(stages, AlikeItems) else len(stages)
     for kind in pricing.planned.kinds:
         if kind.stage.num_parts > 1:
-            forward.update(dict.fromkeys(kind.numbers.tolist(), pricing.parts(kind.stage)))
+            numbers = kind.numbers[kind.numbers < num_listed].tolist()
+            forward.update(dict.fromkeys(numbers, pricing.parts(kind.stage)))
             if kind.stage.has_backward:
-                backward.update(dict.fromkeys(kind.numbers.tolist(), pricing.parts(kind.stage, backward=True)))
+                backward.update(dict.fromkeys(numbers, pricing.parts(kind.stage, backward=True)))
+    if isinstance(stages, AlikeItems):
+        num_ranks = stages.num_ranks
+        return AlikeParts(forward, num_listed, num_ranks), AlikeParts(backward, num_listed, num_ranks)
     return forward, backward

@@ -81,7 +81,7 @@ class Traffic:
         """
         unit = self.pricing.backbone
         ranks = range(unit.first_rank, unit.first_rank + unit.dp * unit.tp, unit.tp)
-        node = np.array([self.plan.cluster.node_of(rank) for rank in ranks])
+        node = self.plan.cluster.nodes_of(ranks)
         seconds: dict[str, Float64Array] = {}
         model = self.plan.model
         for name in (module.name for module in model.modules if module.name != BACKBONE):

@@ -150,6 +150,17 @@ def test_no_plan_without_or_with_all_recomputation_is_faster(memory):
     assert min(simulated(given_job, one.plan).step_s for one in candidates) <= fastest * 1.02
 
 
+def test_nothing_is_assigned_where_no_bound_is_below_a_step_to_beat(monkeypatch):
+    given = job()
+    bounds = [one.bound_s for one in proposed(given)[0]]
+    below = [one for one in propose_data_parallel(given, Pins(), 1.01 * max(bounds)) if isinstance(one, Candidate)]
+    assert [one.bound_s for one in below] == bounds
+    least_s = min(DataParallelSearch(given, Pins(), tp, EvenBatch(given)).least_bound_s() for tp in (1, 2, 4))
+    assert 0 < least_s <= min(bounds)
+    monkeypatch.setattr("motet.planner.data_parallel.search.assigned_load", None)
+    assert list(propose_data_parallel(given, Pins(), least_s / 2)) == []
+
+
 @pytest.mark.slow
 def test_more_memory_is_never_slower():
     steps = []
