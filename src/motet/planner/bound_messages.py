@@ -10,13 +10,13 @@ import numpy as np
 
 from motet.core.arrays import Float64Array
 from motet.core.workload import BACKBONE
-from motet.planner.bound_passes import Passes, PassSeconds
+from motet.planner.bound_passes import PassSeconds, ShapePasses
 from motet.planner.bound_seconds import BACKWARD, FORWARD, INPUT, spread
 from motet.planner.bound_shapes import Shape
 from motet.simulate.predict.collectives import fsdp_slices
 
 
-class Messages:
+class ShapeMessages:
     """The messages of all shapes of a job. passes: what its ranks compute."""
 
     def __init__(self, passes: PassSeconds) -> None:
@@ -24,7 +24,7 @@ class Messages:
         self.links = passes.seconds.links
         self._messages, self._sent = cache(self._message_s), cache(self._bytes_sent)
 
-    def collectives_s(self, shape: Shape, passes: Passes, busy_s: Float64Array, sharing: int) -> Float64Array:
+    def collectives_s(self, shape: Shape, passes: ShapePasses, busy_s: Float64Array, sharing: int) -> Float64Array:
         """Gathers before the first pass, reductions behind the last one, and the update, [n].
 
         busy_s: a mean rank's passes. sharing: the ranks that share the update of the backbone's unit.
@@ -34,7 +34,7 @@ class Messages:
         of = self._of_fsdp if shape.kind == "data_parallel" else self._of_stages
         return of(shape, passes, busy_s, sharing)
 
-    def _of_fsdp(self, shape: Shape, passes: Passes, busy_s: Float64Array, sharing: int) -> Float64Array:
+    def _of_fsdp(self, shape: Shape, passes: ShapePasses, busy_s: Float64Array, sharing: int) -> Float64Array:
         """FSDP reduces a slice while others compute backward: all but the last one. A microbatch that nothing learns
         from may come behind all reductions.
         """
@@ -51,7 +51,7 @@ class Messages:
         updated: Float64Array = ended_s + self.of.update_s(shape, sharing)
         return updated
 
-    def _of_stages(self, shape: Shape, passes: Passes, busy_s: Float64Array, sharing: int) -> Float64Array:
+    def _of_stages(self, shape: Shape, passes: ShapePasses, busy_s: Float64Array, sharing: int) -> Float64Array:
         """A stage is gathered before its first pass, and reduced behind its last one."""
         backbone, pp = self.of.trainable[BACKBONE], shape.pp
         # Gradients of weights may wait where all modules are in one pipeline.

@@ -33,7 +33,7 @@ class Cells(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Passes:
+class ShapePasses:
     """Seconds of one rank in a step, by block [3, num_blocks, n], if it alone ran a pipeline.
 
     blocks: of the modules in the backbone's pipeline. beside: of encoders in its bubbles.
@@ -97,7 +97,7 @@ class PassSeconds:
         """All of a module, evenly in each number of cells, [3, num_blocks, n]."""
         return self.seconds.even(name, tp, cp, self.all_cells.least.astype(np.float64), learning=learning)
 
-    def of(self, shape: Shape, fewest: Mapping[str, int]) -> Passes:
+    def of(self, shape: Shape, fewest: Mapping[str, int]) -> ShapePasses:
         tp, cp, _, dp, _, kind = shape
         learning = kind == "data_parallel"
         blocks, beside = {BACKBONE: self._even(tp, cp, dp, learning)}, {}
@@ -114,7 +114,7 @@ class PassSeconds:
                 blocks[name] = self._merged(name, tp, cp, dp, fewest[name], cp == 1, learning)
             else:
                 blocks[name] = self._merged(name, 1, 1, dp, 1, False, learning) / (tp * cp)
-        return Passes(blocks, beside)
+        return ShapePasses(blocks, beside)
 
     def _even_s(self, tp: int, cp: int, dp: int, learning: bool) -> Float64Array:
         """The backbone on one replica, [3, num_blocks, n]: the mean."""

@@ -9,8 +9,8 @@ import numpy as np
 
 from motet.core.arrays import Float64Array
 from motet.core.workload import BACKBONE
-from motet.planner.bound_messages import Messages
-from motet.planner.bound_passes import Passes, PassSeconds
+from motet.planner.bound_messages import ShapeMessages
+from motet.planner.bound_passes import PassSeconds, ShapePasses
 from motet.planner.bound_seconds import BACKWARD, FORWARD, INPUT
 from motet.planner.bound_shapes import Shape
 
@@ -18,14 +18,14 @@ _PRECISION = 1e-3
 """The relative precision of the best cut."""
 
 
-class Pipelines:
+class ShapePipelines:
     """The pipelines of all shapes of a job. passes, messages: what its ranks compute, and send."""
 
-    def __init__(self, passes: PassSeconds, messages: Messages) -> None:
+    def __init__(self, passes: PassSeconds, messages: ShapeMessages) -> None:
         self.of, self.messages, self.model, self.cuts = passes, messages, passes.model, passes.cuts
         self._least, self._alike = cache(passes.seconds.least), cache(self._of_alike)
 
-    def seconds(self, shape: Shape, passes: Passes, sharing: int) -> Float64Array:
+    def seconds(self, shape: Shape, passes: ShapePasses, sharing: int) -> Float64Array:
         """[n]. sharing: the ranks that share the update of the backbone's unit."""
         terms = [self._latency_s(shape, passes), self._turns_s(shape, passes, sharing)]
         largest: Float64Array = np.max([*terms, self._cut_s(shape, passes, sharing)], axis=0)
@@ -34,7 +34,7 @@ class Pipelines:
     def _of_alike(self, name: str, tp: int, cp: int) -> tuple[int, Float64Array, float]:
         return self.of.seconds.alike(name, tp, cp, self.of.all_cells.least.astype(np.float64))
 
-    def _latency_s(self, shape: Shape, passes: Passes) -> Float64Array:
+    def _latency_s(self, shape: Shape, passes: ShapePasses) -> Float64Array:
         """A mean cell on its way through the stages of encoders and the backbone, and back."""
         cells, number = self.of.cells(shape.dp), shape.dp / self.of.cells(shape.dp).least
         latency_s, before_s = passes.sum(FORWARD, INPUT, of=[BACKBONE]) * number, np.zeros(len(number))
@@ -47,7 +47,7 @@ class Pipelines:
                 before_s = np.maximum(before_s, passes.sum(FORWARD, INPUT, of=[name]) * number)
         return np.where(cells.least == cells.most, latency_s + before_s, 0.0)
 
-    def _turns_s(self, shape: Shape, passes: Passes, sharing: int) -> Float64Array:
+    def _turns_s(self, shape: Shape, passes: ShapePasses, sharing: int) -> Float64Array:
         """All cells take turns in the backbone's last block, behind the first one's way there and before the last one's
         way back.
 
@@ -76,7 +76,7 @@ class Pipelines:
         ended: Float64Array = turns_s + ends_s + self.of.updates_s(BACKBONE, shape, sharing)[0]
         return ended
 
-    def _cut_s(self, shape: Shape, passes: Passes, sharing: int) -> Float64Array:
+    def _cut_s(self, shape: Shape, passes: ShapePasses, sharing: int) -> Float64Array:
         """The fullest rank, as ranks have whole blocks, and update them: any, or, where they have one stage each,
         neighbours.
         """

@@ -15,9 +15,9 @@ import numpy as np
 
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.workload import BACKBONE
-from motet.planner.bound_messages import Messages
+from motet.planner.bound_messages import ShapeMessages
 from motet.planner.bound_passes import PassSeconds
-from motet.planner.bound_pipelines import Pipelines
+from motet.planner.bound_pipelines import ShapePipelines
 from motet.planner.bound_seconds import BACKWARD, FORWARD, INPUT, ExampleRows
 from motet.planner.bound_shapes import Shape
 from motet.planner.degrees import divisors
@@ -32,8 +32,8 @@ class ShapeTerms:
     def __init__(self, job: Job, rows: ExampleRows, *, cuts: bool = False) -> None:
         self.job, self.cuts = job, cuts
         self.passes = PassSeconds(job, rows, cuts=cuts)
-        self.messages = Messages(self.passes)
-        self.pipelines = Pipelines(self.passes, self.messages)
+        self.messages = ShapeMessages(self.passes)
+        self.pipelines = ShapePipelines(self.passes, self.messages)
         self._longest = cache(self._longest_s)
 
     def floor_s(self, shape: Shape) -> float:
