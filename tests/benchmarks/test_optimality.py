@@ -1,6 +1,7 @@
 """The enumerator: its bounds are bounds, its answer is a Plan that fits; and the planner's answer on two small jobs."""
 
 import ast
+import json
 
 import pytest
 
@@ -49,6 +50,16 @@ def test_every_plan_that_is_found_trains(programs, number):
     plans = [one.candidate.plan for one in optimality.answered(optimality.random_job(number, 0, workload)).results]
     assert not [(untrained(plan), optimality.words_of_plan(plan)) for plan in plans if untrained(plan)]
     assert number != 5 or any(len(plan.ranks) == 4 for plan in plans)
+
+
+def test_bounds_of_a_stored_run_are_held_to_its_best_plans(programs, tmp_path):
+    optimality, _, workload = programs
+    bound = optimality.step_bound(optimality.random_job(2, 0, workload))
+    stored = tmp_path / "stored.json"
+    stored.write_text(json.dumps({"jobs": [{"number": 2, "best_s": 2 * bound.step_s}]}))
+    rows = {row.name: row.value for row in optimality.bounds_of(stored, 0, workload)}
+    assert rows["median best / bound"] == pytest.approx(2)
+    assert rows[f"jobs whose bound is of {bound.term}"] == 1
 
 
 @pytest.mark.parametrize("number", NUMBERS)

@@ -28,6 +28,8 @@ _MAX_LENGTHS = 96
 """The lengths of a padded module by which padding is counted: of more items, neighbours count as long as the least."""
 _MAX_SHARED = 16
 """So many examples on one replica are looked at, at most."""
+_MANY = 1e4
+"""So many times an example, of which the seconds that any row at all takes are next to nothing."""
 FORWARD, INPUT, BACKWARD = range(3)
 """The rows of seconds: of forward, of backward for the input alone, and of all of backward."""
 
@@ -190,6 +192,28 @@ class BlockSeconds:
             return _Work(forward, forward * (not learning or bool(rows.learning.any())), times)
 
         return self._blocks(name, tp, 1, share)
+
+    def alike(self, name: str, tp: int, cp: int, cells: Float64Array) -> tuple[int, Float64Array, float]:
+        """The last blocks of a module, in what all of them have alike: how many; the seconds of one, as of `even`; and
+        the least share of forward, or of backward for the input, in the sum of both of any cell.
+
+        That share hangs on the pairs a row, and on what any row at all takes: of many rows it counts little.
+        """
+        layers, counts = self._of_blocks(name)
+        # The first block may need no gradient of its input, and have layers of its own for it.
+        is_alike = len(counts) == 1 or (counts.min(axis=0) == counts[1:].min(axis=0)).all()
+        blocks = counts if is_alike else counts[1:]
+        found, shares = np.zeros((3, len(cells))), np.zeros((3, 2 * self.job.batch.num_examples))
+        for placed, times in zip(layers, blocks.min(axis=0), strict=True):
+            rows = self.rows(name, placed.layer)
+            number = np.where(rows.fills, cells, 1.0)
+            mean, ones = rows.total[:, None] / number, np.ones(shares.shape[1])
+            each = np.concatenate([rows.of_examples, _MANY * rows.of_examples], axis=1)
+            found += times * self._priced(placed, tp, cp, _Work(mean, mean, np.stack([number, number])))
+            shares += times * self._priced(placed, tp, cp, _Work(each, each, np.stack([ones, ones])))
+        forward, both = shares[FORWARD], shares[[FORWARD, INPUT]].sum(axis=0)
+        of_forward = np.divide(forward, both, out=np.zeros_like(both), where=both > 0)
+        return len(blocks), found, float(np.minimum(of_forward, 1 - of_forward).min(initial=0.5))
 
     def longest(self, name: str, tp: int, cp: int, order: Int64Array, dp: int, *, learning: bool) -> Float64Array:
         """One cell with count + 1 examples, for each count from 0, that are on one replica: of the count * dp + 1

@@ -10,8 +10,9 @@ of these (`bound_terms.py`):
   items and may cut one. Stages run a backward pass of every example; data parallelism may leave some out;
 - `item`: the longest example, which one replica computes, or, of the j * dp + 1 longest, the least j + 1: some replica
   has as many of them;
-- `bubbles`: a mean microbatch passes the encoders and all stages of the backbone, and comes back. A rank has whole
-  blocks; where each has one stage, of neighbours, and waits for the stages before it to compute the smallest example;
+- `bubbles`: a mean microbatch passes the encoders and all stages of the backbone, and comes back; all microbatches
+  take turns in the backbone's last block (`bound_pipelines.py`). A rank has whole blocks, which it updates; where each
+  has one stage, of neighbours, and waits for the stages before it to compute the smallest example;
 - `communication`: nothing runs before the first stage is gathered, nor while the last one is reduced. All gradients are
   reduced behind the forward passes of all microbatches.
 
@@ -19,8 +20,8 @@ The bound is the least, over shapes and numbers of microbatches, of the largest 
 that would be faster cannot hold the state of the model, or only under ZeRO 3, which gathers parameters for every pass.
 
 Rows that context-parallel ranks give each other are in none of them: how many they are depends on the window, on whole
-sequences that a rank has, and on the way in which they go. Nor is what a pipeline waits for behind its first passes:
-cuts, and orders of examples, are free.
+sequences that a rank has, and on the way in which they go. Nor is most of what a pipeline waits for behind its first
+passes: cuts, and orders of examples, are free.
 
 It is proven where a layer's seconds rise with its rows and pairs, and are convex in them, but for what any row at all
 takes. Both hold of `cost.analytic`, and of a profile but for its noise.
@@ -128,7 +129,7 @@ class _Bounds:
     def _fits(self, shape: Shape, stages: tuple[int, ...]) -> bool:
         """Whether a mean rank can hold its share of the state under one of the ZeRO stages."""
         hosted = [name for name in self.job.model.num_blocks if name not in shape.apart]
-        is_pipeline = self.terms.by_shape and shape.kind != "data_parallel"
+        is_pipeline = self.terms.passes.by_shape and shape.kind != "data_parallel"
         own = self._state_bytes(hosted, shape.tp * shape.pp, shape.num_copies, is_pipeline or shape.pp > 1, stages)
         left = self.num_ranks - shape.num_ranks
         others = self._state_bytes(shape.apart, 1, left, True, (3,)) if shape.apart else 0.0
@@ -137,7 +138,7 @@ class _Bounds:
     def _state_bytes(
         self, names: Collection[str], parts: int, num_copies: int, pipeline: bool, stages: tuple[int, ...]
     ) -> float:
-        total, trainable = (sum(self.terms.held[name][index] for name in names) // parts for index in (0, 1))
+        total, trainable = (sum(self.terms.passes.held[name][index] for name in names) // parts for index in (0, 1))
         kinds = (True,) if pipeline else (False, True)
         return min(
             sum(state_bytes(total, trainable, precision=precision, zero=zero, shard_ranks=num_copies))
@@ -149,9 +150,13 @@ class _Bounds:
         """Messages of ZeRO 3 on a rank: parameters are gathered at least once, gradients reduced once."""
         if "communication" in self.without or shape.num_copies == 1 or self.num_ranks > MAX_RANKS_BY_SHAPE:
             return 0.0
-        total, trainable = (number / shape.tp for number in self.terms.held[BACKBONE])
+        total, trainable = (number / shape.tp for number in self.terms.passes.held[BACKBONE])
         precision = self.job.mixed_precision(pipeline=shape.pp > 1)
         ranks = range(0, 2 * shape.tp, shape.tp)
-        gathered_s = self.terms.links.gather_seconds(total * precision.compute, ranks)
-        reduced_s = self.terms.links.reduce_scatter_seconds(trainable * precision.gradient, ranks) if trainable else 0.0
+        gathered_s = self.terms.messages.links.gather_seconds(total * precision.compute, ranks)
+        reduced_s = (
+            self.terms.messages.links.reduce_scatter_seconds(trainable * precision.gradient, ranks)
+            if trainable
+            else 0.0
+        )
         return (gathered_s + reduced_s) / shape.pp

@@ -163,6 +163,29 @@ def test_ranks_that_share_gradients_may_be_on_nodes_that_are_joined_by_faster_li
     assert np.max(list(terms.values()), axis=0).min() <= step_s
 
 
+def test_two_microbatches_do_not_keep_three_ranks_busy():
+    """Both take turns in the last block, behind the first one's way there and before the last one's way back."""
+    spec = multimodal("texts", language_model(LLM, 9, 4000), [])
+    texts = Sampler.model_validate({"task": [{"name": "texts", "text": {"value": 2000}}]}).workload(num_examples=8)
+    cluster = Cluster(Device("test", {"bf16": 1e14}, 10**12, 1e12), 1, 3, Link(1e12, 0.0), Link(1e12, 0.0))
+    given = Job(spec, cluster, texts, 2, Analytic(cluster))
+    terms = ShapeTerms(given, ExampleRows(given)).of(Shape(1, 1, 3, 1))
+    stages = ({"backbone": 3}, {"backbone": 3}, {"backbone": 3})
+    plan = Plan(spec, cluster, (Unit("all", stages, pp=3),), 2, 1, "zb_h1")
+    step_s = predict(plan, texts, given.cost, seed=given.seed).step_s
+    assert 1.05 * terms["work"][1] < terms["bubbles"][1] <= step_s
+
+
+def test_a_rank_updates_whole_blocks():
+    """Of three blocks, some rank of two updates two."""
+    spec = multimodal("texts", language_model(LLM, 3, 10), [])
+    texts = Sampler.model_validate({"task": [{"name": "texts", "text": {"value": 8}}]}).workload(num_examples=8)
+    cluster = Cluster(Device("test", {"bf16": 1e15}, 10**12, 1e10), 1, 2, Link(1e12, 0.0), Link(1e12, 0.0))
+    given = Job(spec, cluster, texts, 4, Analytic(cluster))
+    terms = ShapeTerms(given, ExampleRows(given)).of(Shape(1, 1, 2, 1))
+    assert terms["bubbles"].min() > 1.3 * terms["work"].min()
+
+
 def test_reductions_that_texts_behind_them_hide_are_not_in_the_bound():
     """Nothing learns from the second microbatch: it has no backward pass, and comes while gradients are reduced."""
     lengths = {"length": {"value": 400}, "length_per_token": 4}
