@@ -79,7 +79,7 @@ def grown(stored):
 def measure_little(patch):
     """Once rather than until the medians have settled, and caches are not filled with other data: no test is about how
     exact the seconds are."""
-    patch.setattr("motet.profiling.measure._CACHED_BYTES", 2**12)
+    patch.setattr("motet.profiling.stopwatch._CACHED_BYTES", 2**12)
     patch.setattr("motet.profiling.measure.MIN_ROUNDS", 1)
     patch.setattr("motet.profiling.ranks._ROUNDS", 1)
     patch.setattr("motet.profiling.ranks._REPEATS", 1)
