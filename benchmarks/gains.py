@@ -84,7 +84,7 @@ class Case:
     before: Way
     after: Way
     frozen: bool = False
-    dominated: bool = False
+    dominated: str = ""
     step_s: float = 1.2
 
     @property
@@ -130,9 +130,14 @@ def cases() -> Iterator[Case]:
         whole = Way(cut(FULL, pp, pp, dp=dp), {"schedule": "1f1b"})
         split = replace(whole, options={**whole.options, "balance": "split"})
         name = f"sequences cut over replicas, chain of {pp}, dp {dp}"
-        yield Case(name, "no paper has it", whole, split, dominated=True, step_s=LONG_STEP_S)
+        yield Case(name, "no paper has it", whole, split, dominated=BACKBONE, step_s=LONG_STEP_S)
         ordered = replace(split, options={**split.options, "order": "both"})
-        yield Case(f"order both, {name}", "no paper has it", split, ordered, dominated=True, step_s=LONG_STEP_S)
+        yield Case(f"order both, {name}", "no paper has it", split, ordered, dominated=BACKBONE, step_s=LONG_STEP_S)
+    llm = Unit("llm", ({BACKBONE: NUM_BLOCKS // 2},) * 2, first_rank=2, pp=2, zero=0)
+    apart = Way((Unit("image", ({"image": IMAGE_BLOCKS},), dp=2, zero=0), llm), {"balance": "per_phase"})
+    shared = replace(apart, options={"balance": "split"})
+    name = "images cut over 2 replicas, beside a chain of 2"
+    yield Case(name, "no paper has it", apart, shared, dominated="image", step_s=LONG_STEP_S)
     frozen = np.where(np.array(BLOCKS) == "image", 1.0, 3.0) * FULL
     for pp in (2, 4):
         even, aware = Way(cut(FULL, pp, pp)), Way(cut(frozen, pp, pp))
@@ -161,7 +166,8 @@ def drawn(path: Path, case: Case, num_examples: int, rng: np.random.Generator) -
     table = [row for row in rows_of(path) if not row["audio_seconds"]]
     while True:
         lengths = scaled([table[index] for index in rng.integers(0, len(table), num_examples)], longest=None)
-        if lengths.sequence.max() * case.before.units[-1].dp > lengths.sequence.sum():
+        own, unit = lengths.of(case.dominated).length, next(u for u in case.before.units if case.dominated in u.modules)
+        if own.max(initial=0) * unit.dp > own.sum():
             return lengths
 
 
