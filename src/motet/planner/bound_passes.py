@@ -56,7 +56,7 @@ class PassSeconds:
         self.job, self.model, self.cost, self.cuts = job, job.model, job.cost.unwrapped(), cuts
         self.num_ranks, self.batch_size = job.cluster.num_ranks, job.batch.num_examples
         self.by_shape = self.num_ranks <= MAX_RANKS_BY_SHAPE
-        self.seconds = BlockSeconds(job, rows)
+        self.seconds = BlockSeconds(job, rows, cuts=cuts)
         self.num_blocks = self.model.num_blocks
         self.has_item = {name: job.batch.has_any([name]) for name in self.num_blocks}
         self.parameters = {name: self._parameters(name) for name in self.num_blocks}
