@@ -310,7 +310,7 @@ def write_profile(path, spec, share):
 
 
 def test_a_run_that_balances_on_a_profile_recomputes_by_its_bytes(job, tmp_path):
-    """Where blocks must be recomputed, none are if layers keep a tenth of what they are said to, and more if 1.5 times."""
+    """Where blocks must be recomputed, none are if layers keep a tenth of what they are said to; more if 1.5 times."""
     recipe, dataset, spec = job
 
     def num_recomputed(share, megabytes):
