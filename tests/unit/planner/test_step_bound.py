@@ -250,3 +250,25 @@ def test_the_report_says_how_far_the_answer_can_be_from_the_best():
     gap = found.best.prediction.step_s / found.bound.step_s - 1
     assert 0 < gap < 1
     assert any(f"at most {gap:.0%} above the best possible" in words for words in winner_in_words(found))
+
+
+class CheaperRuns(Analytic):
+    """Runs of items that ranks share take half of what whole items do, but for those that are many."""
+
+    def layer_seconds(self, module, layer, work, tp=1):
+        plain = super().layer_seconds(module, layer, work, tp)
+        share = 1.0 if work.runs is None else np.where(work.runs.number > 9, 1.0, 0.5)
+        return plain._replace(forward_s=plain.forward_s * share)
+
+
+def test_what_ranks_share_counts_as_its_cheapest_runs():
+    """A bound of shapes in which ranks share items is one whatever their runs are; of others it is as before."""
+    drawn = job(batch_size=8)
+    cheaper = replace(drawn, cost=CheaperRuns(drawn.cluster))
+
+    def forward_s(given_job, cp, **how):
+        return BlockSeconds(given_job, ExampleRows(given_job), **how).even("backbone", 1, cp, np.ones(1))[0].sum()
+
+    assert forward_s(cheaper, 1) == forward_s(drawn, 1)
+    assert forward_s(cheaper, 2) == pytest.approx(forward_s(drawn, 2) / 2)
+    assert forward_s(cheaper, 1, cuts=True) == pytest.approx(forward_s(drawn, 1) / 2)

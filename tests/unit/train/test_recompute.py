@@ -14,6 +14,7 @@ from motet.assign.step import joined
 from motet.assign.whole_step import decide_step
 from motet.core.errors import UserError
 from motet.core.workload import BatchLengths
+from motet.cost.profile import LayerTimes, ModuleTimes, Points, Profile
 from motet.data.groups import GroupedOrder
 from motet.data.order import GlobalOrder, ListedOrder
 from motet.dispatch import RankBatch
@@ -286,3 +287,43 @@ def test_groups_and_auto_recomputation_go_together(tmp_path):
     largest_mb = least.largest.peak_bytes / 0.94 / 1e6
     tight = chosen(of_groups, 0.97 * largest_mb)
     assert sum(tight.num_blocks.values()) > 0 and tight.largest.peak_bytes <= tight.job.capacity_bytes
+
+
+def write_profile(path, spec, share):
+    """A profile whose layers keep `share` of what they are said to, and take a microsecond a row."""
+    rows, seconds = (10.0, 100.0), (1e-5, 1e-4)
+    modules = []
+    for module in spec.modules:
+        layers = {}
+        for layer in module.layers:
+            kept = tuple(share * row * layer.activation_width * 4 for row in rows)
+            points = Points(
+                rows=rows, pairs=(0.0, 0.0), forward_s=seconds, input_s=seconds, weight_s=seconds, kept_bytes=kept
+            )
+            reach = layer.attention.reach if layer.attention else None
+            times = LayerTimes(kind=layer.kind, weights=layer.weights, reach=reach, grid=points, held_out=points)
+            layers[layer.kind, layer.weights, reach] = times
+        batches = tuple(((1, int(row)),) for row in rows)
+        modules.append(ModuleTimes(name=module.name, grid=batches, held_out=batches, layers=tuple(layers.values())))
+    about = {"recipe": "tiny", "device": "cpu", "precision": "float32", "torch": "", "measured_at": "", "num_ranks": 1}
+    Profile(modules=tuple(modules), **about).write(path)
+
+
+def test_a_run_that_balances_on_a_profile_recomputes_by_its_bytes(job, tmp_path):
+    """Where blocks must be recomputed, none are if layers keep a tenth of what they are said to; more if 1.5 times."""
+    recipe, dataset, spec = job
+
+    def num_recomputed(share, megabytes):
+        if share is None:
+            return sum(chosen(job, megabytes).num_blocks.values())
+        write_profile(tmp_path / f"{share}.json", spec, share)
+        update = {"cost": "profile", "profile": tmp_path / f"{share}.json"}
+        balanced = recipe.model_copy(update={"balance": recipe.balance.model_copy(update=update)})
+        return sum(chosen((balanced, dataset, spec), megabytes).num_blocks.values())
+
+    enough = chosen(job, 1000).largest.peak_bytes / 1e6
+    short = next(
+        each for share in np.arange(1.05, 0.5, -0.02) if num_recomputed(None, each := enough * share) in (1, 2, 3)
+    )
+    assert num_recomputed(0.1, short) == 0
+    assert num_recomputed(1.5, short) > num_recomputed(None, short) > 0

@@ -88,6 +88,25 @@ def test_shared_sequences_are_priced_as_they_are_executed(cp):
     assert pricing.layer_pricing.largest_copies(BACKBONE, layer) == pytest.approx(copies * KV_BYTES)
 
 
+class Asked(Linear):
+    """Notes the work that is priced."""
+
+    def layer_seconds(self, module, layer, work, tp=1):
+        self.asked.append(work)
+        return super().layer_seconds(module, layer, work, tp)
+
+
+@pytest.mark.parametrize(("exchange", "has_runs"), [("group_cast", True), ("all_gather", True), ("ulysses", False)])
+def test_ranks_with_all_rows_of_some_heads_have_no_runs(exchange, has_runs):
+    plan = replace(plan_of(cp=2), balance="joint")
+    cost = Asked(plan.cluster)
+    pricing = Pricing(plan, planned(plan), assign_step(plan, lengths_of()), cost, exchange=exchange)
+    pricing.layer_pricing.price(BACKBONE, plan.model.module(BACKBONE).layers[1])
+    (work,) = (each for each in cost.asked if not isinstance(each, tuple))
+    assert (work.runs.number > 0).all() == has_runs and work.runs.number.any() == has_runs
+    assert work.runs.pairs.any() == has_runs
+
+
 def test_a_step_with_a_long_sequence_is_shorter_if_replicas_share_it():
     split, whole = plan_of(), replace(plan_of(), balance="joint")
     step_s = [
