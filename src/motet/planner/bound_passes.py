@@ -50,13 +50,13 @@ class ShapePasses:
 
 
 class PassSeconds:
-    """Of all shapes of a job. cuts: whether sequences and items may be cut over replicas."""
+    """Of all shapes of a job. cuts, beside_sums: as of `BlockSeconds`."""
 
-    def __init__(self, job: Job, rows: ExampleRows, *, cuts: bool = False) -> None:
+    def __init__(self, job: Job, rows: ExampleRows, *, cuts: bool = False, beside_sums: bool = False) -> None:
         self.job, self.model, self.cost, self.cuts = job, job.model, job.cost.unwrapped(), cuts
         self.num_ranks, self.batch_size = job.cluster.num_ranks, job.batch.num_examples
         self.by_shape = self.num_ranks <= MAX_RANKS_BY_SHAPE
-        self.seconds = BlockSeconds(job, rows, cuts=cuts)
+        self.seconds = BlockSeconds(job, rows, cuts=cuts, beside_sums=beside_sums)
         self.num_blocks = self.model.num_blocks
         self.has_item = {name: job.batch.has_any([name]) for name in self.num_blocks}
         self.parameters = {name: self._parameters(name) for name in self.num_blocks}

@@ -153,9 +153,12 @@ class ExampleRows:
 class BlockSeconds:
     """Seconds of blocks on one rank, [3, num_blocks, n] for n numbers of cells: forward, input, backward."""
 
-    def __init__(self, job: Job, rows: ExampleRows, *, cuts: bool = False) -> None:
-        """cuts: as of `step_bound.step_bound`."""
+    def __init__(self, job: Job, rows: ExampleRows, *, cuts: bool = False, beside_sums: bool = False) -> None:
+        """cuts: as of `step_bound.step_bound`. beside_sums: whether other work runs beside sums of products, as
+        predicted (`LayerPrice.beside_s`): of an encoder all of them, and half of the backbone's.
+        """
         self.job, self.rows, self.cost, self.cuts = job, rows.of, job.cost.unwrapped(), cuts
+        self.beside_sums = beside_sums
         self.links = on_fastest_links(self.cost)
         self.num_blocks = {module.name: len(module.blocks) for module in job.model.modules}
         self._layers: dict[str, tuple[list[StageLayer], Float64Array]] = {}
@@ -261,7 +264,8 @@ class BlockSeconds:
         # What ranks share may take less than its share of whole items: here as little as any runs of it do.
         work = Work(rows, pairs, Runs(0.0 * rows, rows, pairs) if cp > 1 or self.cuts else None)
         seconds = self.cost.layer_seconds(placed.module, spread(layer), work, tp)
-        messages_s = self.links.tensor_seconds(layer, work, range(tp)) if tp > 1 else np.zeros(2 * number)
+        waited = 1.0 if not self.beside_sums else 0.5 if placed.module == BACKBONE else 0.0
+        messages_s = waited * self.links.tensor_seconds(layer, work, range(tp)) if tp > 1 else np.zeros(2 * number)
         backward_s = backward_seconds(seconds, layer, placed.needs_input) + placed.has_backward * messages_s
         input_s = (seconds.input_s + messages_s) * placed.needs_input
         passes = np.stack([(seconds.forward_s + messages_s)[:number], input_s[number:], backward_s[number:]])

@@ -27,21 +27,37 @@ Term = Literal["work", "item", "memory", "bubbles", "communication"]
 
 
 class ShapeTerms:
-    """The terms of all shapes of a job. cuts: whether sequences and items may be cut over replicas."""
+    """The terms of all shapes of a job. cuts: whether sequences and items may be cut over replicas.
 
-    def __init__(self, job: Job, rows: ExampleRows, *, cuts: bool = False) -> None:
-        self.job, self.cuts = job, cuts
-        self.passes = PassSeconds(job, rows, cuts=cuts)
+    beside_sums: of those alone in which encoders run beside sums of products (`BlockSeconds`).
+    """
+
+    def __init__(self, job: Job, rows: ExampleRows, *, cuts: bool = False, beside_sums: bool = False) -> None:
+        self.job, self.rows, self.cuts, self.beside_sums = job, rows, cuts, beside_sums
+        self.passes = PassSeconds(job, rows, cuts=cuts, beside_sums=beside_sums)
         self.messages = ShapeMessages(self.passes)
         self.pipelines = ShapePipelines(self.passes, self.messages)
         self._longest = cache(self._longest_s)
 
     def floor_s(self, shape: Shape) -> float:
         """Seconds that the shape's largest term is not below: all examples in one cell on one rank, divided."""
-        return self.passes.floor_s(shape)
+        return self._that_counts(shape).passes.floor_s(shape)
+
+    def _that_counts(self, shape: Shape) -> ShapeTerms:
+        """The terms of a shape of which encoders may run in bubbles: those are beside sums of products, too."""
+        has_encoders = len(self.job.model.num_blocks) > 1
+        may_run = shape.kind == "bubbles" or (has_encoders and not self.passes.by_shape)
+        is_beside = may_run and shape.tp > 1 and self.job.cluster.runs_beside_sums
+        return self._beside_sums if is_beside and not self.beside_sums else self
+
+    @cached_property
+    def _beside_sums(self) -> ShapeTerms:
+        return ShapeTerms(self.job, self.rows, cuts=self.cuts, beside_sums=True)
 
     def of(self, shape: Shape, without: Collection[Term] = (), most_s: float = math.inf) -> dict[Term, Float64Array]:
         """The terms, [n] each, but for `memory`; up to those by which none of n is below most_s."""
+        if (that_count := self._that_counts(shape)) is not self:
+            return that_count.of(shape, without, most_s)
         fewest, few_s = self.passes.fewest_cells(shape)
         terms = self._terms(shape, fewest, without, most_s)
         if few_s < min(float(np.max(list(terms.values()), axis=0).min()), most_s):

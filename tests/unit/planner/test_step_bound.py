@@ -272,3 +272,19 @@ def test_what_ranks_share_counts_as_its_cheapest_runs():
     assert forward_s(cheaper, 1) == forward_s(drawn, 1)
     assert forward_s(cheaper, 2) == pytest.approx(forward_s(drawn, 2) / 2)
     assert forward_s(cheaper, 1, cuts=True) == pytest.approx(forward_s(drawn, 1) / 2)
+
+
+def test_encoders_in_bubbles_may_run_beside_sums_of_products():
+    """Of the backbone's sums half may be hidden, and those of encoders whole: a bound that adds both is not proven."""
+    small, shape = on_links(job(batch_size=16), Link(1e9, 1e-5)), Shape(2, 1, 1, 2, (), "bubbles")
+    device = replace(small.cluster.device, overlaps=False)
+    alone = replace(small.cluster, device=device)
+    others = [replace(small, cluster=cluster, cost=Analytic(cluster)) for cluster in (small.cluster, alone)]
+    beside, waiting = (ShapeTerms(each, ExampleRows(each)).of(shape)["work"].min() for each in others)
+    seconds = BlockSeconds(small, ExampleRows(small))
+    free = on_links(small, Link(1e15, 0.0))
+    without = BlockSeconds(free, ExampleRows(free))
+    cells = np.full(1, 2.0)
+    sums = [each.even("backbone", 2, 1, cells)[[0, 2]].sum() / 2 for each in (seconds, without)]
+    assert beside < waiting
+    assert waiting - beside >= 0.5 * (sums[0] - sums[1]) * (1 - 1e-6)
