@@ -17,7 +17,16 @@ from bad.values import HUGE, label, leaves, tried
 from motet.core.plan import Plan, Unit
 from motet.core.shape_tables import ModelShapes
 from motet.cost.catalogue import cluster
-from motet.cost.profile import LayerTimes, MessageTimes, ModuleTimes, OptimizerTimes, Points, Profile
+from motet.cost.profile import (
+    LayerTimes,
+    MessageTimes,
+    ModuleTimes,
+    OptimizerTimes,
+    Points,
+    Profile,
+    RunPoints,
+    RunTimes,
+)
 from motet.train.recipe.toml_text import dump_toml
 
 BATCHES = (((1, 8),), ((2, 16),), ((4, 32),))
@@ -44,9 +53,13 @@ def a_profile() -> dict[str, Any]:
     modules = []
     for module in spec.modules:
         kinds = {(layer.kind, layer.weights) for layer in module.layers}
-        points = Points(rows=(8, 32, 128), pairs=(64, 512, 4096), forward_s=column, input_s=column, weight_s=column)
+        seconds = dict.fromkeys(("forward_s", "input_s", "weight_s", "kept_bytes"), column)
+        points = Points(rows=(8, 32, 128), pairs=(64, 512, 4096), **seconds)
+        of_runs = RunPoints(**dict.fromkeys(RunPoints.model_fields, column))
+        runs = RunTimes(grid=of_runs, held_out=of_runs)
         layers = tuple(
-            LayerTimes(kind=kind, weights=weights, grid=points, held_out=points) for kind, weights in sorted(kinds)
+            LayerTimes(kind=kind, weights=weights, grid=points, held_out=points, runs=runs)
+            for kind, weights in sorted(kinds)
         )
         modules.append(ModuleTimes(name=module.name, grid=BATCHES, held_out=BATCHES, layers=layers))
     sizes = (1e3, 1e5, 1e7)
