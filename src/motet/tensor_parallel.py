@@ -134,6 +134,8 @@ class _Rows(local):
 class RowParts:
     """How hidden states between the branches of a module are: whole on all ranks or, in the block of `of`, in parts.
 
+    Parts are of rows alone: dimensions before these are 1 there.
+
     meanwhile: called while rows between branches are on their way: with True while they are summed, False while they
                are gathered. It may run other work. None: nothing runs beside them.
     """

@@ -116,6 +116,10 @@ def route_to_fragments(
         np.zeros(len(of), dtype=bool) if own is None else np.isin(of, own.items)
         for of, own in ((np.arange(items.num_items), item_cuts), (items.example, cuts))
     )
+    owners = {}
+    if cuts is not None and not decision.merges:
+        for example, layout in layouts.items():
+            owners[example] = cuts.owner(example, layout.num_rows, pairs_of_rows(layout, decision.sight))
     whole = np.flatnonzero(~is_cut & ~goes_to_cut)
     # A part is a whole item, or a run of its rows that are on one rank and have places on one rank.
     columns = [
@@ -132,12 +136,11 @@ def route_to_fragments(
         destination = np.full(num_rows, backbone.ranks[example], dtype=np.int64)
         if item_cuts is not None and is_cut[item]:
             source = item_cuts.run_owner(item, num_rows).astype(np.int64)
-        if cuts is not None and goes_to_cut[item] and not decision.merges:
-            layout, begin = layouts[example], int(np.searchsorted(items.example, example))
+        if goes_to_cut[item] and not decision.merges:
+            begin = int(np.searchsorted(items.example, example))
             before = int(items.num_tokens[begin:item].sum())
-            places = layout.feature_positions[phase].numpy()[before : before + num_rows]
-            owner = cuts.owner(example, layout.num_tokens, pairs_of_rows(layout, decision.sight))
-            destination = owner[places].astype(np.int64)
+            places = layouts[example].feature_positions[phase].numpy()[before : before + num_rows]
+            destination = owners[example][places].astype(np.int64)
         first = np.flatnonzero((np.diff(source, prepend=-1) != 0) | (np.diff(destination, prepend=-1) != 0))
         run = np.full(len(first), item), source[first], destination[first], np.diff(first, append=num_rows)
         columns.append(run)

@@ -44,7 +44,7 @@ class Asked(NamedTuple):
 def asked_by(layers: Iterable[nn.Module], device: torch.device, dtype: torch.dtype) -> Iterator[Asked]:
     """What layers ask that have no windows and need not say how many heads they have, such as those of encoders.
 
-    device, dtype: of what they compute on.
+    device, dtype: on which and in which they compute.
     """
     for layer in layers:
         if (attention := attention_of(layer)) is not None:

@@ -10,7 +10,7 @@ mask: every other combination silently attends across documents. Positions resta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -555,7 +555,7 @@ class Backbone(nn.Module):
             items = KeyItems.packed(whole.offsets.numpy().astype(np.int64), places, num_seen, num_rows)
             return items if context is None else KeysHere(items, places, context)
 
-        return _found(name, sequences, made)
+        return _found(("keys", name), sequences, made)
 
     def _without_rows(self, sequences: Sequences) -> bool:
         """Whether this replica takes part in the experts of others alone: then no rank shares sequences with it."""
@@ -643,7 +643,7 @@ class Backbone(nn.Module):
                 block.skipped = False
 
 
-def _found(what: str, sequences: Sequences, make: Callable[[], _T]) -> _T:
+def _found(what: Hashable, sequences: Sequences, make: Callable[[], _T]) -> _T:
     """What is made of sequences, once for all passes of a microbatch, which all have these offsets."""
     offsets = sequences.offsets
     return found((what, id(offsets)), lambda: (offsets, make()))[1]

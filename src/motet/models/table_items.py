@@ -77,8 +77,8 @@ class TableItems:
 
     def make_ahead(self, asked: Asked) -> None:
         """As of `Extents`."""
-        if self._as_pack(asked) is not None:
-            self._as_pack(asked).make_ahead(asked)
+        if (pack := self._as_pack(asked)) is not None:
+            pack.make_ahead(asked)
         elif not self.table.num_rows:
             return
         elif has_flex(asked) and self.table.num_keys:

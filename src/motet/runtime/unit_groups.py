@@ -30,8 +30,8 @@ class UnitGroups:
     gathered: ranks on which the rows of a unit come together (`plan_units.gathering_ranks`).
     experts:  ranks that share experts. None: it is alone.
     expert_parts: ranks that have all experts between them; None: it has them alone.
-    replicas: ranks that share sequences, or items, where replicas of its unit with ranks of its own do, by replica,
-              then by c. None: they do not.
+    replicas: ranks that share sequences, or items, where replicas of the rank's unit do, by replica, then by c. None:
+              they do not.
     copies:   of those of `tensor` whose pieces of products travel by copies.
     sent:     gets the bytes that it sends in collectives of all but `context` and `replicas`.
     """

@@ -32,7 +32,7 @@ from motet.runtime.planned_step import PlannedStep
 from motet.runtime.stage import modules_by_phase
 from motet.runtime.step import TrainStep
 from motet.schedule.layout import num_microbatches
-from motet.train.balancing import check_same_backend, check_same_profile
+from motet.train.balancing import check_same_backend, check_same_profile, compute_dtype
 from motet.train.checkpoint.choice import Say
 from motet.train.checkpoint.contents import CHECKPOINTS, Progress
 from motet.train.checkpoint.resuming import resume_run
@@ -117,7 +117,7 @@ class TrainingJob:
 
     def prepared(self, batch: RankBatch) -> RankBatch:
         """A loaded microbatch, ready to be computed; in the thread that loads."""
-        made = self.step.prepared(batch, getattr(torch, self.recipe.fsdp.param_dtype or self.recipe.run.dtype))
+        made = self.step.prepared(batch, compute_dtype(self.recipe))
         return made.ready_for(self.world.device)
 
     def drawn(self, step: int, fed: StepInput) -> list[RankBatch]:

@@ -22,6 +22,7 @@ from motet.runtime.step import StepResult
 from motet.schedule.plan_units import recomputed_in
 from motet.simulate.show.page import write_timeline_html
 from motet.train.bad_step import BadSteps, BrokenWeights, Cause, examine
+from motet.train.balancing import compute_dtype
 from motet.train.changing_buffers import Buffers
 from motet.train.checkpoint.choice import Say
 from motet.train.checkpoint.resuming import phase_has_ended
@@ -157,8 +158,7 @@ class _Run:
         self.recomputed = (
             self.recipe.fsdp.recomputed(self.spec.num_blocks) if job.plan is None else recomputed_in(job.plan)
         )
-        compute_dtype = self.recipe.fsdp.param_dtype or self.recipe.run.dtype
-        self.peak = peak_of(self.world.device, getattr(torch, compute_dtype))
+        self.peak = peak_of(self.world.device, compute_dtype(self.recipe))
         self.peak_flops_per_s = sum(self.world.gather(self.peak.flops_per_s))
 
     def run(self) -> None:

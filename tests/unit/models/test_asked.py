@@ -10,6 +10,8 @@ import torch
 from motet.ahead import MadeAhead, finding
 from motet.models.asked import Asked
 from motet.models.attention import PackedItems
+from motet.models.backbone import Backbone
+from motet.models.key_items import KeyItems
 from motet.models.table_items import TableItems
 from unit.models.test_backbone import FAMILIES, LENGTHS, WITHOUT_WINDOW
 
@@ -87,3 +89,11 @@ def test_documents_are_made_once_for_all_passes_of_a_microbatch(tiny):
         with finding("backbone", made):
             backbone(tiny.Packed.of(LENGTHS), {})
         assert making.call_count == 3
+
+
+def test_an_encoder_may_have_any_name(tiny):
+    """What is made of documents is found beside who sees the rows of an encoder that is called so."""
+    backbone, packed = Backbone(tiny.backbone().causal_lm, keys={"documents": 4}), tiny.Packed.of(LENGTHS)
+    with finding("backbone", MadeAhead()):
+        assert isinstance(backbone._who_sees(packed), PackedItems)
+        assert isinstance(backbone._keys_seen("documents", 4, packed), KeyItems)

@@ -122,8 +122,8 @@ class AudioEncoder(nn.Module):
             positions = on_device(shared.rows.positions[shared.own], hidden.device)
             hidden = hidden + model.embed_positions.weight[positions]
             return dropout(hidden, p=model.dropout, training=model.training)
-        padded = values.new_empty(len(frames), int(frames.max()))
-        hidden = convolved(model, values, real_rows(frames, padded), *padded.shape)[:, : self._real_counts(sizes).max()]
+        padded, longest = values.new_empty(len(frames), int(frames.max())), int(self.num_hidden(sizes.numpy()).max())
+        hidden = convolved(model, values, real_rows(frames, padded), *padded.shape)[:, :longest]
         hidden = hidden + model.embed_positions.weight[: hidden.shape[1]]
         return dropout(hidden, p=model.dropout, training=model.training).flatten(0, 1)
 
@@ -146,15 +146,11 @@ class AudioEncoder(nn.Module):
         if shared is not None:
             return self.model.layer_norm(hidden)
         normed = self.model.layer_norm(hidden.unflatten(0, (len(sizes), -1)))
-        return normed.flatten(0, 1).index_select(0, real_rows(self._real_counts(sizes), normed))
+        return normed.flatten(0, 1).index_select(0, real_rows(self.num_hidden(sizes.numpy()), normed))
 
     def num_hidden(self, sizes: Int64Array) -> Int64Array:
         """Rows of each clip in the layers, int64 [num_clips]."""
         return AudioEncoder.num_outputs(self, sizes)
-
-    def _real_counts(self, sizes: Tensor) -> Int64Array:
-        """Rows of each clip behind the convolutions, int64 [num_clips]."""
-        return self.num_hidden(sizes.numpy())
 
 
 def convolved(model: nn.Module, values: Tensor, places: Tensor, num_clips: int, longest: int) -> Tensor:

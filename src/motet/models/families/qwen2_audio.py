@@ -25,7 +25,7 @@ class Qwen2AudioEncoder(AudioEncoder):
         padded = hidden.unflatten(0, (len(sizes), -1))
         # No pair joins a clip's last row with padding: an odd last row is dropped.
         pooled = padded[:, : padded.shape[1] // 2 * 2].unflatten(1, (-1, 2)).mean(2)
-        counts = self._real_counts(sizes) // 2
+        counts = self.num_hidden(sizes.numpy()) // 2
         return self.model.layer_norm(pooled).flatten(0, 1).index_select(0, real_rows(counts, pooled))
 
 
