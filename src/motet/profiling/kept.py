@@ -38,14 +38,15 @@ def kept_once(subject: Subject, batch: Batch) -> Float64Array:
             kept[running[-1]] += storage.nbytes()
         return tensor
 
-    blocks = {module: number for number, (layer, modules) in enumerate(subject.layers) for module in modules}
-    blocks = {module: number for module, number in blocks.items() if subject.layers[number].layer.in_block}
+    in_blocks = [number for number, (layer, _) in enumerate(subject.layers) if layer.in_block]
+    # A call of a block runs the layers inside it, too.
+    blocks = [module for at in in_blocks if not subject.is_inside(at) for module in subject.layers[at].modules]
     call = subject.prepare(batch, subject.module)
     saved = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with _running_layers(subject, running), torch.enable_grad(), saved:
-        with kept_calls(list(blocks)) as calls:
+        with kept_calls(blocks) as calls:
             call()
-        kept[list(blocks.values())] = 0
+        kept[in_blocks] = 0
         for module in blocks:
             for args, kwargs in calls.get(module, ()):
                 once_more, first = again(module, args, kwargs)

@@ -16,9 +16,11 @@ from motet.profiling.kept import kept_once
 from motet.profiling.measure import MeasuredSubject, measure_once
 from motet.profiling.subjects import grid_of, items, one_layer_deep, subjects
 from motet.train.recipe.recipe_file import load_recipe
+from whole_jobs import whole_job
 
 ALONE = SimpleNamespace(gather=lambda own: [own], num_ranks=1)
 DEEP = ("model.backbone.config.num_hidden_layers=3", "model.encoders.image.config.depth=3")
+mllama = whole_job("mllama", num_examples=3)
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +107,11 @@ def test_measured_bytes_are_those_of_a_deeper_model(recipe):
 def test_an_output_layer_keeps_nothing(recipe):
     subject = made(recipe, one_layer_deep(recipe.model))[BACKBONE]
     assert subject.layers[-1].layer.targets_only and kept_once(subject, ((2, 16),))[-1] == 0
+
+
+def test_what_makes_keys_inside_a_block_keeps_its_tensors_once(mllama):
+    recipe = load_recipe(mllama / "recipe.toml")
+    subject, batch = made(recipe, one_layer_deep(recipe.modules))[BACKBONE], ((2, 30), (3, 16))
+    (keys,) = (number for number in range(len(subject.layers)) if subject.is_inside(number))
+    kept = kept_once(subject, batch)
+    assert kept[keys] > 0 and kept.sum() < saved_bytes(subject, batch)
