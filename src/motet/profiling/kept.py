@@ -24,7 +24,7 @@ def kept_once(subject: Subject, batch: Batch) -> Float64Array:
     A storage counts with the layer that is the first to save it: the input of a block with the block; what is saved
     between layers, with the one before. Parameters do not count, nor what a block shares with others, such as
     rotations: a block counts as one that is called with the same again. 0 of an output layer: the memory model has its
-    logits apart, as they are not kept.
+    logits apart, as they are not kept. 0 also of a block with layers that are timed as one, which tells none of them.
     """
     kept, running = np.zeros(len(subject.layers)), list[int]()
     held: dict[int, Any] = {}
@@ -53,6 +53,10 @@ def kept_once(subject: Subject, batch: Batch) -> Float64Array:
                 held.pop(first.untyped_storage().data_ptr(), None)  # Each block has an input of its own.
                 once_more()
     kept[[layer.targets_only for layer, _ in subject.layers]] = 0
+    for block in subject.spec.blocks:
+        own = [at for at in block if subject.layers[at].layer.in_block]
+        if not all(subject.layers[at].modules for at in own):
+            kept[own] = 0
     return kept
 
 

@@ -14,7 +14,7 @@ from motet.models.build import build_mllm
 from motet.models.spec import spec_of_config
 from motet.profiling.kept import kept_once
 from motet.profiling.measure import MeasuredSubject, measure_once
-from motet.profiling.subjects import grid_of, items, one_layer_deep, subjects
+from motet.profiling.subjects import TimedLayer, grid_of, items, one_layer_deep, subjects
 from motet.train.recipe.recipe_file import load_recipe
 from whole_jobs import whole_job
 
@@ -115,3 +115,20 @@ def test_what_makes_keys_inside_a_block_keeps_its_tensors_once(mllama):
     (keys,) = (number for number in range(len(subject.layers)) if subject.is_inside(number))
     kept = kept_once(subject, batch)
     assert kept[keys] > 0 and kept.sum() < saved_bytes(subject, batch)
+
+
+@pytest.mark.parametrize(("is_apart", "expected"), [(True, [2 * 3 * 4, 2 * 4 * 4]), (False, [0, 0])])
+def test_layers_that_are_timed_as_one_are_left_to_the_memory_model(is_apart, expected):
+    """Else the first would have what all keep, beside what the memory model says of the others."""
+    block = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5))
+    layer, rows = SimpleNamespace(in_block=True, targets_only=False), torch.randn(2, 3)
+    subject = SimpleNamespace(
+        module=block,
+        layers=[
+            TimedLayer(layer, modules) for modules in ([(each,) for each in block] if is_apart else [(block,), ()])
+        ],
+        spec=SimpleNamespace(blocks=(range(2),)),
+        is_inside=lambda number: False,
+        prepare=lambda batch, module: lambda: module(rows),
+    )
+    assert kept_once(subject, ()).tolist() == expected
