@@ -214,7 +214,7 @@ class ItemCuts:
     def share_of(self, amounts: Int64Array) -> Int64Array:
         """What each fragment has of amounts of whole items, int64 [num_fragments]. amounts: int64 [num_items].
 
-        The fragments of an item have all of its amount; a product is one of Python's integers, which have no limit.
+        The fragments of an item have all of its amount.
         """
         return shares_between(amounts[self.item], self.begin, self.end, self.units)
 

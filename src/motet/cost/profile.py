@@ -37,8 +37,8 @@ class Points(_Stored):
     """Medians of repeated measurements of a layer, a point a batch of the module. Columns have equal lengths.
 
     rows, pairs: as in `cost.model.Work`. forward_s, input_s, weight_s: as in `cost.model.LayerSeconds`.
-    kept_bytes: what forward keeps for backward, each storage once; () if it was not measured, as of output layers,
-                whose logits are not kept.
+    kept_bytes: what forward keeps for backward, each storage once; (), or 0 of all batches, if the memory model says it
+                (`profiling.kept.kept_once`).
     """
 
     rows: Column

@@ -93,9 +93,10 @@ class PassSeconds:
             return Cells(np.array([dp]), np.array([dp]))
         return Cells(*(column[dp - 1 :] for column in self.all_cells))
 
-    def _in_cells(self, name: str, tp: int, cp: int, learning: bool) -> Float64Array:
-        """All of a module, evenly in each number of cells, [3, num_blocks, n]."""
-        return self.seconds.even(name, tp, cp, self.all_cells.least.astype(np.float64), learning=learning)
+    def _in_cells(self, name: str, tp: int, cp: int, learning: bool, is_shared: bool = False) -> Float64Array:
+        """All of a module, evenly in each number of cells, [3, num_blocks, n]. is_shared: as of `BlockSeconds.even`."""
+        cells = self.all_cells.least.astype(np.float64)
+        return self.seconds.even(name, tp, cp, cells, learning=learning, is_shared=is_shared)
 
     def of(self, shape: Shape, fewest: Mapping[str, int]) -> ShapePasses:
         tp, cp, _, dp, _, kind = shape
@@ -126,13 +127,14 @@ class PassSeconds:
         self, name: str, tp: int, cp: int, dp: int, first: int, is_whole: bool, learning: bool
     ) -> Float64Array:
         """An encoder on one replica, [3, num_blocks, n]: the mean. Its items are in few cells, of at least `first`, or,
-        where padding counts, in the number that takes the least. is_whole: no item is cut, so that it counts.
+        where padding counts, in the number that takes the least. is_whole: no item is cut, so that it counts, and no
+        rank has runs of one.
         """
         most = self.cells(dp).most
         if self.by_shape and is_whole and not self.cuts and self.model.module(name).padded:
             least = np.minimum.accumulate(self._padded(name, tp, learning)[:, :, first - 1 :], axis=2)
             return least[:, :, np.minimum(most - first, least.shape[2] - 1)] / dp
-        merged = self._table(name, tp, cp, learning)[:, :, first - 1 : first] / dp
+        merged = self._table(name, tp, cp, learning, not is_whole)[:, :, first - 1 : first] / dp
         return np.repeat(merged, len(most), axis=2)
 
     def _padded_s(self, name: str, tp: int, learning: bool) -> Float64Array:
@@ -150,8 +152,8 @@ class PassSeconds:
         return total_s + self._step(*names)
 
     def _one(self, name: str, tp: int, learning: bool) -> float:
-        """All of a module in one cell."""
-        return _both_s(self._table(name, tp, 1, learning)[:, :, :1])
+        """All of a module in one cell, whatever share of it context-parallel ranks have."""
+        return _both_s(self._table(name, tp, 1, learning, True)[:, :, :1])
 
     def fewest_cells(self, shape: Shape) -> tuple[Mapping[str, int], float]:
         """By encoder on the backbone's ranks, in how many cells its items are; and what a step takes at least where the

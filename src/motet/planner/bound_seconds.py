@@ -164,11 +164,19 @@ class BlockSeconds:
         self._layers: dict[str, tuple[list[StageLayer], Float64Array]] = {}
 
     def even(
-        self, name: str, tp: int, cp: int, cells: Float64Array, *, learning: bool = False, of: BoolArray | None = None
+        self,
+        name: str,
+        tp: int,
+        cp: int,
+        cells: Float64Array,
+        *,
+        learning: bool = False,
+        of: BoolArray | None = None,
+        is_shared: bool = False,
     ) -> Float64Array:
         """All cells together, of each of `cells` [n], with the mean in each. learning: backward of `LayerRows.learned`.
 
-        of: bool [num_examples], those examples alone.
+        of: bool [num_examples], those examples alone. is_shared: cp ranks may be several, of which all is on one.
         """
 
         def share(rows: LayerRows) -> _Work:
@@ -179,7 +187,7 @@ class BlockSeconds:
                 backward = np.ones(len(cells))
             return _Work(total[:, None] / forward, learned[:, None] / backward, np.stack([forward, backward]))
 
-        return self._blocks(name, tp, cp, share)
+        return self._blocks(name, tp, cp, share, is_shared=is_shared)
 
     def padded(self, name: str, tp: int, *, learning: bool = False) -> Float64Array:
         """As `even` of a padded module, in 1 to _MAX_LENGTHS cells: in more of them, less may be padding."""
@@ -238,9 +246,12 @@ class BlockSeconds:
         smallest: Float64Array = found[:, :, 0]
         return smallest
 
-    def _blocks(self, name: str, tp: int, cp: int, share: Callable[[LayerRows], _Work]) -> Float64Array:
+    def _blocks(
+        self, name: str, tp: int, cp: int, share: Callable[[LayerRows], _Work], *, is_shared: bool = False
+    ) -> Float64Array:
         layers, counts = self._of_blocks(name)
-        priced = np.stack([self._priced(placed, tp, cp, share(self.rows(name, placed.layer))) for placed in layers])
+        works = [share(self.rows(name, placed.layer)) for placed in layers]
+        priced = np.stack([self._priced(one, tp, cp, work, is_shared=is_shared) for one, work in zip(layers, works)])
         found: Float64Array = np.einsum("bl,lpn->pbn", counts, priced)
         return found
 
@@ -256,13 +267,13 @@ class BlockSeconds:
             self._layers[name] = layers, counts
         return self._layers[name]
 
-    def _priced(self, placed: StageLayer, tp: int, cp: int, of_cell: _Work) -> Float64Array:
+    def _priced(self, placed: StageLayer, tp: int, cp: int, of_cell: _Work, *, is_shared: bool = False) -> Float64Array:
         """One layer on each of tp * cp ranks, [3, n]."""
         layer, number = placed.layer, of_cell.forward.shape[1]
         columns = np.concatenate([of_cell.forward, of_cell.backward], axis=1) / cp
         rows, pairs = np.ascontiguousarray(columns)
         # What ranks share may take less than its share of whole items: here as little as any runs of it do.
-        work = Work(rows, pairs, Runs(0.0 * rows, rows, pairs) if cp > 1 or self.cuts else None)
+        work = Work(rows, pairs, Runs(0.0 * rows, rows, pairs) if cp > 1 or is_shared or self.cuts else None)
         seconds = self.cost.layer_seconds(placed.module, spread(layer), work, tp)
         waited = 1.0 if not self.beside_sums else 0.5 if placed.module == BACKBONE else 0.0
         messages_s = waited * self.links.tensor_seconds(layer, work, range(tp)) if tp > 1 else np.zeros(2 * number)

@@ -24,7 +24,7 @@ def kept_once(subject: Subject, batch: Batch) -> Float64Array:
     A storage counts with the layer that is the first to save it: the input of a block with the block; what is saved
     between layers, with the one before. Parameters do not count, nor what a block shares with others, such as
     rotations: a block counts as one that is called with the same again. 0 of an output layer: the memory model has its
-    logits apart, as they are not kept.
+    logits apart, as they are not kept. 0 also of a block with layers that are timed as one, which tells none of them.
     """
     kept, running = np.zeros(len(subject.layers)), list[int]()
     held: dict[int, Any] = {}
@@ -38,20 +38,25 @@ def kept_once(subject: Subject, batch: Batch) -> Float64Array:
             kept[running[-1]] += storage.nbytes()
         return tensor
 
-    blocks = {module: number for number, (layer, modules) in enumerate(subject.layers) for module in modules}
-    blocks = {module: number for module, number in blocks.items() if subject.layers[number].layer.in_block}
+    in_blocks = [number for number, (layer, _) in enumerate(subject.layers) if layer.in_block]
+    # A call of a block runs the layers inside it, too.
+    blocks = [module for at in in_blocks if not subject.is_inside(at) for module in subject.layers[at].modules]
     call = subject.prepare(batch, subject.module)
     saved = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with _running_layers(subject, running), torch.enable_grad(), saved:
-        with kept_calls(list(blocks)) as calls:
+        with kept_calls(blocks) as calls:
             call()
-        kept[list(blocks.values())] = 0
+        kept[in_blocks] = 0
         for module in blocks:
             for args, kwargs in calls.get(module, ()):
                 once_more, first = again(module, args, kwargs)
                 held.pop(first.untyped_storage().data_ptr(), None)  # Each block has an input of its own.
                 once_more()
     kept[[layer.targets_only for layer, _ in subject.layers]] = 0
+    for block in subject.spec.blocks:
+        own = [at for at in block if subject.layers[at].layer.in_block]
+        if not all(subject.layers[at].modules for at in own):
+            kept[own] = 0
     return kept
 
 

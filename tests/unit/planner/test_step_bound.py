@@ -14,6 +14,7 @@ from motet.core.plan import Plan, Unit
 from motet.core.sampler import Sampler
 from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
 from motet.cost.analytic import Analytic
+from motet.planner.bound_passes import PassSeconds
 from motet.planner.bound_seconds import BlockSeconds, ExampleRows, LayerRows
 from motet.planner.bound_shapes import Shape
 from motet.planner.bound_terms import ShapeTerms
@@ -272,6 +273,18 @@ def test_what_ranks_share_counts_as_its_cheapest_runs():
     assert forward_s(cheaper, 1) == forward_s(drawn, 1)
     assert forward_s(cheaper, 2) == pytest.approx(forward_s(drawn, 2) / 2)
     assert forward_s(cheaper, 1, cuts=True) == pytest.approx(forward_s(drawn, 1) / 2)
+
+
+def test_all_of_a_module_on_one_rank_is_no_more_than_ranks_that_share_it_take():
+    """Encoders apart are priced on one rank, and the floor of a shape too, which stand for ranks that share items."""
+    drawn = job(batch_size=8)
+    cheaper = replace(drawn, cost=CheaperRuns(drawn.cluster))
+    many, few = (PassSeconds(each, ExampleRows(each)) for each in (drawn, cheaper))
+    shape = Shape(1, 1, 1, 1, ("audio",), "chain")
+    forward_s = [[each.alone("audio", shape, left)[0].sum() for left in (1, 2)] for each in (many, few)]
+    assert forward_s[1] == pytest.approx([forward_s[0][0], forward_s[0][1] / 2])
+    on_two = Shape(1, 2, 1, 1, ("audio",), "chain")
+    assert few.floor_s(on_two) < many.floor_s(on_two)
 
 
 def test_encoders_in_bubbles_may_run_beside_sums_of_products():

@@ -14,11 +14,13 @@ from motet.models.build import build_mllm
 from motet.models.spec import spec_of_config
 from motet.profiling.kept import kept_once
 from motet.profiling.measure import MeasuredSubject, measure_once
-from motet.profiling.subjects import grid_of, items, one_layer_deep, subjects
+from motet.profiling.subjects import TimedLayer, grid_of, items, one_layer_deep, subjects
 from motet.train.recipe.recipe_file import load_recipe
+from whole_jobs import whole_job
 
 ALONE = SimpleNamespace(gather=lambda own: [own], num_ranks=1)
 DEEP = ("model.backbone.config.num_hidden_layers=3", "model.encoders.image.config.depth=3")
+mllama = whole_job("mllama", num_examples=3)
 
 
 @pytest.fixture(scope="module")
@@ -105,3 +107,28 @@ def test_measured_bytes_are_those_of_a_deeper_model(recipe):
 def test_an_output_layer_keeps_nothing(recipe):
     subject = made(recipe, one_layer_deep(recipe.model))[BACKBONE]
     assert subject.layers[-1].layer.targets_only and kept_once(subject, ((2, 16),))[-1] == 0
+
+
+def test_what_makes_keys_inside_a_block_keeps_its_tensors_once(mllama):
+    recipe = load_recipe(mllama / "recipe.toml")
+    subject, batch = made(recipe, one_layer_deep(recipe.modules))[BACKBONE], ((2, 30), (3, 16))
+    (keys,) = (number for number in range(len(subject.layers)) if subject.is_inside(number))
+    kept = kept_once(subject, batch)
+    assert kept[keys] > 0 and kept.sum() < saved_bytes(subject, batch)
+
+
+@pytest.mark.parametrize(("is_apart", "expected"), [(True, [2 * 3 * 4, 2 * 4 * 4]), (False, [0, 0])])
+def test_layers_that_are_timed_as_one_are_left_to_the_memory_model(is_apart, expected):
+    """Else the first would have what all keep, beside what the memory model says of the others."""
+    block = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5))
+    layer, rows = SimpleNamespace(in_block=True, targets_only=False), torch.randn(2, 3)
+    subject = SimpleNamespace(
+        module=block,
+        layers=[
+            TimedLayer(layer, modules) for modules in ([(each,) for each in block] if is_apart else [(block,), ()])
+        ],
+        spec=SimpleNamespace(blocks=(range(2),)),
+        is_inside=lambda number: False,
+        prepare=lambda batch, module: lambda: module(rows),
+    )
+    assert kept_once(subject, ()).tolist() == expected

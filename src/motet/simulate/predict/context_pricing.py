@@ -19,10 +19,7 @@ from motet.core.workload import BACKBONE
 from motet.cost.memory import plan_precision
 from motet.cost.model import CostModel
 from motet.simulate.predict.exchange_seconds import gathers_s
-from motet.simulate.predict.layer_work import LayerWork
-
-_MAX_DEALT = 32
-"""Packs of a step whose rows are dealt out to be priced, where context-parallel ranks share them."""
+from motet.simulate.predict.layer_work import MAX_DEALT, LayerWork
 
 
 class ContextPrice(NamedTuple):
@@ -111,7 +108,7 @@ class ContextPricing:
         cells = [items.length[items.items_of(*divmod(index, num))] for index in range(items.num_replicas * num)]
         rows = np.array([lengths.sum() for lengths in cells])
         # Dealing out a pack takes 2 ms; beyond some, packs move the same share of their rows.
-        dealt = cells[:: -(-len(cells) // _MAX_DEALT)]
+        dealt = cells[:: -(-len(cells) // MAX_DEALT)]
         moved = np.array([moved_rows(lengths, cp, window, self.sight) for lengths in dealt])
         if len(dealt) < len(cells):
             moved = np.outer(rows, moved.sum(axis=0) / max(sum(lengths.sum() for lengths in dealt), 1))

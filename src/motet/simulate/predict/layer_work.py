@@ -25,8 +25,8 @@ from motet.cost.flops import like_layer, work_of_items
 from motet.cost.model import Runs, Work
 from motet.schedule.plan_units import cuts_beside_sequences, on_backbone_ranks, sharing_ranks
 
-_MAX_DEALT = 32
-"""Packs of a step whose rows are dealt out to be counted, where context-parallel ranks share them: each takes 2 ms."""
+MAX_DEALT = 32
+"""Packs of a step whose rows are dealt out to be priced, where context-parallel ranks share them: each takes 2 ms."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +101,7 @@ class LayerWork:
                 items.length[items.whole_items_of(*divmod(index, num))] for index in range(items.num_replicas * num)
             ]
             rows = np.array([lengths.sum() for lengths in cells], dtype=np.float64)
-            step = -(-len(cells) // _MAX_DEALT)
+            step = -(-len(cells) // MAX_DEALT)
             sight = Sight.of(self.plan.model.module(BACKBONE).layers)
             runs = np.array([num_runs(lengths, cp, sight) if len(lengths) else 0.0 for lengths in cells[::step]])
             self._known_runs[cp] = runs if step == 1 else rows * runs.sum() / max(rows[::step].sum(), 1.0)

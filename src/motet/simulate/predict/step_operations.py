@@ -49,6 +49,7 @@ _SENT_KIND = np.array([CODES[PARTNERS[kind]] if kind in (Kind.RECV_F, Kind.RECV_
 """The code of each kind, but of RECV that of its SEND: both take place together."""
 _NONE = np.zeros((1, 1))
 _GROUPS_AT_ONCE = 1 << 12
+"""Groups whose seconds are added up at a time."""
 _NUM_KEPT = 8
 """Assignments of which is kept what replicas run together: those that a step's candidates have."""
 
