@@ -106,7 +106,12 @@ def line_of(text, part):
             "[fsdp]",
             "once_a_step needs reshard_after_forward = false: what is gathered once a step must stay",
         ),
-        ("[transforms.audio]\nnum_mels = 20", "", None, "needs a table [transforms.audio]"),
+        (
+            "[transforms.audio]\nnum_mels = 20",
+            "",
+            None,
+            "needs a table [transforms.audio] that says what it is given: an empty one is Whisper's, 80 mel",
+        ),
     ],
 )
 def test_wrong_keys_and_values(job, capsys, monkeypatch, old, new, key, said):

@@ -63,6 +63,8 @@ def test_a_run_alone_learns_and_leaves_everything(job, tmp_path):
     assert summary["phases"]["image"]["max_over_bound"] == 1
     assert summary["balance"]["methods"] == {"joint": 60}, "alone, there is nothing to choose"
     assert "balanced by joint 60 of 60 microbatches" in done.stdout
+    assert re.search(r"step 60/60  \d\.\d{4} held out, \w+: [\d.]+% exact", done.stdout)
+    assert f"Trained model: {tmp_path / 'export'}" in done.stdout
     assert "max/bound load" not in done.stdout, "alone, there is nothing to balance"
     spans = [event for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
     kinds = {(span["cat"], span["args"]["module"]) for span in spans}

@@ -204,9 +204,18 @@ def _processor(directory: Path, config: dict[str, Any]) -> str | None:
             return str(table["processor_class"])
     model = read_optional_object(directory / "config.json")
     if any(name in model for name in ("vision_config", "audio_config", *_NUMBERED["image_token"])):
+        if any(os.path.lexists(directory / name) for name in _PROCESSORS) and (named := _of_type(model)):
+            return named
         classes = model.get("architectures")
         return str(classes[0]) if isinstance(classes, list) and classes else str(model.get("model_type"))
     return None
+
+
+def _of_type(model: dict[str, Any]) -> str | None:
+    """The processor that transformers' AutoProcessor takes for a model whose files name none."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    return PROCESSOR_MAPPING_NAMES.get(str(model.get("model_type")))
 
 
 def _check_same_tokens(directory: Path, config: dict[str, Any], tokenizer: Tokenizer) -> None:

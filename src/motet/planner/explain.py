@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from motet.core.timeline import Timeline
 from motet.core.words import shown_seconds
-from motet.planner.report import COLUMNS, figures, remarks, ruled_out_rows, title_of
+from motet.planner.report import COLUMNS, distinct, figures, remarks, ruled_out_rows, title_of
 from motet.planner.search_result import SearchResult, SimulatedCandidate
 from motet.simulate.predict.prediction import Prediction
 from motet.simulate.show.drawing import INK, SOFT
@@ -69,11 +69,12 @@ def write_explanation(result: SearchResult, path: str | Path, words: Sequence[st
     """
     slowest_s = max(simulated.prediction.step_s for simulated in (result.best, *result.results))
     title = html.escape(title_of(result))
-    frames = list(_frames(result.results, slowest_s))
+    results = distinct(result)
+    frames = list(_frames(results, slowest_s))
     numbers = iter(range(len(frames)))
     plans = "".join(
         _plan(place, simulated, None if frame is None else next(numbers))
-        for place, (simulated, frame) in enumerate(zip(result.results, frames))
+        for place, (simulated, frame) in enumerate(zip(results, frames))
     )
     best = result.best.candidate
     page = (
@@ -119,7 +120,7 @@ def _ranking(result: SearchResult) -> str:
     is_measured = any(simulated.measured_s is not None for simulated in result.results)
     names = (COLUMNS[0], "predicted", "measured", *COLUMNS[2:]) if is_measured else COLUMNS
     rows = []
-    for number, simulated in enumerate(result.results):
+    for number, simulated in enumerate(distinct(result)):
         name, predicted, *rest = map(html.escape, figures(simulated))
         took = () if simulated.measured_s is None else (shown_seconds(simulated.measured_s),)
         cells = (predicted, *(took or ("",)), *rest) if is_measured else (predicted, *rest)

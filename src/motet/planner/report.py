@@ -108,7 +108,7 @@ def _print_ranking(result: SearchResult, console: Console) -> None:
         return
     header, *rows = console.render_lines(_ranking(result, with_degrees=False), pad=False)
     console.print(SegmentLines([header], new_lines=True), end="")
-    for simulated, row in zip(result.results, rows):
+    for simulated, row in zip(distinct(result), rows):
         console.print(SegmentLines([row], new_lines=True), end="")
         console.print(Padding(Text(simulated.candidate.what, "dim"), (0, 0, 0, 2), expand=False))
 
@@ -135,6 +135,14 @@ def figures(simulated: SimulatedCandidate) -> tuple[str, ...]:
     )
 
 
+def distinct(result: SearchResult) -> list[SimulatedCandidate]:
+    """The Plans that were simulated, but those that read as one before them."""
+    read: dict[tuple[object, ...], SimulatedCandidate] = {}
+    for simulated in result.results:
+        read.setdefault((*figures(simulated), simulated.measured_s), simulated)
+    return list(read.values())
+
+
 def _ranking(result: SearchResult, with_degrees: bool = True) -> Table:
     table = _table()
     first, step, *others = COLUMNS
@@ -142,7 +150,7 @@ def _ranking(result: SearchResult, with_degrees: bool = True) -> Table:
     table.add_column(first if with_degrees else "strategy", header_style="dim", no_wrap=True)
     for name in (*(("predicted", "measured") if is_measured else (step,)), *others):
         table.add_column(name, justify="right", header_style="dim", no_wrap=True)
-    for index, simulated in enumerate(result.results):
+    for index, simulated in enumerate(distinct(result)):
         title, predicted, *rest = figures(simulated)
         steps = (predicted, _measured(simulated)) if is_measured else (predicted,)
         table.add_row(
@@ -167,6 +175,8 @@ def remarks(result: SearchResult) -> Iterator[str]:
 
 def _not_simulated(result: SearchResult) -> Iterator[str]:
     """How many candidates were not simulated, and how many training cannot run."""
+    if alike := len(result.results) - len(distinct(result)):
+        yield f"{_plans(alike)} with the degrees and the figures of one above."
     counts = Counter(passed.why for passed in result.passed_over)
     if counts["bound"]:
         yield f"{_plans(counts['bound'])} cannot be faster than the first, by lower bounds: not simulated."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,7 @@ from motet.train.bad_step import BadSteps, BrokenWeights, Cause, examine
 from motet.train.balancing import compute_dtype
 from motet.train.changing_buffers import Buffers
 from motet.train.checkpoint.choice import Say
+from motet.train.checkpoint.contents import CHECKPOINTS, name_of
 from motet.train.checkpoint.resuming import phase_has_ended
 from motet.train.device import catalogued
 from motet.train.evaluate import Evaluation
@@ -39,6 +41,7 @@ from motet.train.predicting import PredictedRun
 from motet.train.profiled_steps import profiled
 from motet.train.recipe.recipe import Recipe
 from motet.train.recipe.recipe_file import dump_recipe
+from motet.train.recipe.whole import WholeRecipe
 from motet.train.recompute_measured import RankCorrection, correction_words
 from motet.train.report.beside import LAST_STEP
 from motet.train.report.metrics import (
@@ -514,6 +517,11 @@ class _Run:
         for line in summary_lines(summary):
             _say_plainly(line)
         _say_plainly(f"Report: {report}")
+        if self.recipe.export.at_end:
+            _say_plainly(f"Trained model: {run_dir / EXPORT}")
+        elif isinstance(self.recipe, WholeRecipe):
+            saved = run_dir / CHECKPOINTS / name_of(self.job.progress.step)
+            _say_plainly(f"For transformers: motet export {shlex.quote(str(saved))} --out DIR")
 
     def _report(self, bad: UnreadableExample) -> None:
         self._say(f"Left out, on all ranks: {bad}")

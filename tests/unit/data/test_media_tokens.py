@@ -52,6 +52,8 @@ IMAGE_PAD = {"image_token": "<|image_pad|>"}
         ({}, {"preprocessor_config": {"processor_class": "Qwen2VLProcessor"}}),
         ({}, {"processor_config": IMAGE_PAD}),
         ({"extra_special_tokens": IMAGE_PAD}, {}),
+        # As transformers' AutoProcessor takes it: the type of the model says which.
+        ({}, {"preprocessor_config": {}, "config": {"model_type": "qwen2_vl", "vision_config": {}} | IMAGE_PAD}),
         # Its own image token would be <|IMAGE|>.
         ({"processor_class": "Qwen2_5OmniProcessor"}, {"config": {"image_token_id": 5, "vision_config": {}}}),
     ],

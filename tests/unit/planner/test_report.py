@@ -11,7 +11,7 @@ from rich.console import Console
 
 from motet.core.plan import Plan, Unit
 from motet.planner.candidate import Pins
-from motet.planner.report import figures, print_result, recomputed_in_words, winner_in_words
+from motet.planner.report import distinct, figures, print_result, recomputed_in_words, remarks, winner_in_words
 from motet.planner.search import search
 from motet.planner.search_result import SearchResult, SimulatedCandidate
 from motet.planner.strategies import STRATEGIES
@@ -61,6 +61,14 @@ def test_no_figure_is_cut_off_or_broken(width):
     for result in found().results:
         _, *others = figures(result)
         assert any(line.split()[-len(" ".join(others).split()) :] == " ".join(others).split() for line in lines)
+
+
+def test_plans_that_read_alike_are_shown_once():
+    result = found()
+    twice = replace(result, results=[*result.results, result.results[-1]])
+    assert distinct(twice) == distinct(result)
+    assert len(set(map(figures, distinct(twice)))) == len(distinct(twice))
+    assert "3 more plans with the degrees and the figures of one above." in remarks(twice)
 
 
 def test_the_winner_is_told_with_its_ranks_and_its_gain():

@@ -124,8 +124,9 @@ def check_same_run(chosen: Start, start: Progress, num_steps: int) -> None:
         )
     if then.dataset != start.dataset:
         raise UserError(
-            f"{where} was written on other training examples than those of data.train now, or of [workload], so its "
-            f"position among them means nothing: restore them{_ANEW}."
+            f"{where} was written on other training examples (records of data.train, their tokens, or [workload]) than "
+            "those of this run, so its position among them means nothing: restore them, give this run a run.dir of its "
+            f"own{_ANEW}."
         )
     check_beside(chosen.path, then, start, _ANEW)
     if then.group != start.group:

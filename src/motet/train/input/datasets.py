@@ -175,7 +175,7 @@ def check_bad_at_indexing(recipe: Recipe, dataset: Examples | OwnSplits) -> None
         raise UserError(
             f"{counted_words(num_bad, 'example has', 'examples have')} files that cannot be used, of "
             f"{dataset.num_in_manifests:,} for training, more than data.max_bad_fraction = {allowed:g} allows; the "
-            f"first: {dataset.left_out.first()}."
+            f"first: {dataset.left_out.first()}; mend or remove them, or allow more."
         )
 
 

@@ -119,6 +119,7 @@ def _check_takes(name: str, key: str, transform: Transform, module: ModalityModu
 
 def _check_preprocessed(name: str, transform: Transform, path: Path) -> None:
     for file, stored in preprocessed(path):
+        differ, told = {}, []
         if stored.get("do_normalize") is False:
             stored = stored | {"image_mean": 0.0, "image_std": 1.0}
         if stored.get("do_resize") is False or stored.get("resample") is None:
@@ -133,15 +134,17 @@ def _check_preprocessed(name: str, transform: Transform, path: Path) -> None:
                         f"say what they become; write it there, or remove the file and set transforms.{name}.{ours}."
                     )
                 continue
-            told, made = f"{theirs} = {stored[theirs]}", stored[theirs]
-            if is_scaled:
-                made = _divided(made, white)
-                told += f" of pixels from 0 to {white:.6g} (do_rescale, rescale_factor), which is {made} from 0 to 1"
+            made = _divided(stored[theirs], white) if is_scaled else stored[theirs]
             if not _equal(getattr(transform, ours), made):
-                raise UserError(
-                    f"transforms.{name}.{ours} is not what the weights in {path} were made with: {file} has {told}; "
-                    f"set {ours} to that, or remove the file if you mean another."
-                )
+                differ[ours] = made
+                told.append(f"{theirs} = {stored[theirs]}")
+        if differ:
+            scaled = "" if white == 1.0 else f", of pixels from 0 to {white:.6g} (do_rescale, rescale_factor)"
+            lines = ", ".join(f"{ours} = {made}" for ours, made in differ.items())
+            raise UserError(
+                f"transforms.{name} is not what the weights in {path} were made with: {file} has "
+                f"{' and '.join(told)}{scaled}; set {lines}, or remove the file if you mean another."
+            )
 
 
 def _white(file: Path, stored: dict[str, Any]) -> float:

@@ -79,6 +79,11 @@ class ModalityConfig(BaseModel):
 
 
 _TABLES = {kind.modality: _tables(kind) for kind in (ImageTransform, AudioTransform)}
+_LEAST = {
+    ImageTransform.modality: "patch_size at least, and the mean and std that preprocessor_config.json beside it has",
+    AudioTransform.modality: "an empty one is Whisper's, 80 mel bands at 16 kHz",
+}
+"""Modality -> the least that its table says."""
 
 
 class Recipe(BaseModel):
@@ -216,7 +221,8 @@ class Recipe(BaseModel):
             if self._transform_of_files(name) is None:
                 other = "" if modality == name else f", or [transforms.{modality}] for all that read {modality}"
                 raise ValueError(
-                    f"model.{table}.{name} needs a table [transforms.{name}] that says what it is given{other}"
+                    f"model.{table}.{name} needs a table [transforms.{name}] that says what it is given{other}: "
+                    f"{_LEAST[modality]}"
                 )
         for name in self.transforms:
             readers = [*self.model.readers.get(name, ())]

@@ -12,7 +12,8 @@ WIDE, NARROW = 1000, 520
 _NAME_WIDTH = 7
 """Of a character of a bar's name."""
 _HEIGHT = 250
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 14, 36
+_LEFT, _RIGHT, _TOP, _BOTTOM = 80, 12, 14, 36
+"""Left: of the longest number of an axis, and the label beside it."""
 _PLOT_HEIGHT = _HEIGHT - _TOP - _BOTTOM
 _MAX_MARKS = 40
 """Longer lines have no mark at each point."""

@@ -73,7 +73,7 @@ class MetricsLog:
         self._show(step, f"{loss}  {metrics['tokens_per_s']:,.0f} tokens/s")
 
     def write_heldout(self, step: int, loss: float, exact_match: dict[str, float], made: dict[str, float]) -> None:
-        """Log an evaluation after a step. exact_match: by task, the share of answers that match.
+        """Log an evaluation after a step, and print it. exact_match: by task, the share of answers that match.
 
         made: generator -> its loss.
         """
@@ -83,6 +83,8 @@ class MetricsLog:
             lines = Lines(self._path.with_name(HELDOUT_FILE))
             lines.write(to_json({"step": step, "loss": loss, "exact_match": exact_match, "losses_made": made}))
             lines.close()
+        exact = "".join(f", {task}: {share:.1%} exact" for task, share in exact_match.items())
+        self.say(f"step {step}/{self._num_steps}  {loss:.4f} held out{exact}")
         scalars = {f"heldout/exact_match/{task}": share for task, share in exact_match.items()}
         scalars |= {f"heldout/losses/{name}": of_generator for name, of_generator in made.items()}
         self._to_trackers(lambda tracker: tracker.add({"heldout/loss": loss, **scalars}, step))

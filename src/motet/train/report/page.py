@@ -102,7 +102,7 @@ def _loss(steps: list[dict[str, Any]], summary: dict[str, Any]) -> list[str]:
     series = {"each step": _thinned(raw), "smoothed": _thinned(_smoothed(raw))}
     if heldout := summary["heldout_loss_by_step"]:
         series["held out"] = [(int(step), loss) for step, loss in heldout.items() if loss is not None]
-    chart = line_chart(series, x_label="step", y_label="loss a target token, nats", y_min=0, faint="each step")
+    chart = line_chart(series, x_label="step", y_label="loss a target token, nats", faint="each step")
     return ["<h2>Loss</h2>", chart]
 
 

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from motet.core.errors import UserError
-from motet.core.words import counted_words
+from motet.core.words import counted_words, shown_seconds
 from motet.runtime.sent_bytes import SENT_KINDS
 from motet.train.evaluate import Evaluation
 from motet.train.report.peak import Peak
@@ -95,7 +95,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     heldout += "".join(f", {loss:.4f} of {name}" for name, loss in summary.get("losses_heldout", {}).items())
     lines = [
         f"{counted_words(summary['steps'], 'step')} on {counted_words(summary['num_ranks'], 'rank')} in "
-        f"{summary['wall_s']:.0f} s: {summary['tokens_per_s']:,.0f} tokens/s, MFU "
+        f"{shown_seconds(summary['train_s'])}: {summary['tokens_per_s']:,.0f} tokens/s, MFU "
         f"{summary['mfu']:.1%}{_hfu_words(summary)} of the {summary['peak_source']} peak",
         _loss_line(summary) + heldout,
     ]

@@ -6,7 +6,7 @@ import re
 import pytest
 from PIL import Image
 
-from motet.train.report.charts import WIDE, horizontal_bars, line_chart
+from motet.train.report.charts import WIDE, grouped_bars, horizontal_bars, line_chart
 from motet.train.report.page import write_report
 
 RATIOS = {"unit": "MFLOP", "max_over_bound": 1.0, "max_over_bound_before": 1.5}
@@ -103,6 +103,23 @@ def y_ticks(low, high):
     """The numbers at the y axis of a chart of one line, which are right-aligned."""
     chart = line_chart({"line": [(0, low), (1, high)]}, x_label="x", y_label="y")
     return [float(text) for text in re.findall(r'class="tick"[^>]*text-anchor="end">([^<]+)<', chart)]
+
+
+@pytest.mark.parametrize("largest", [9.0, 999_999.0, 1.25e6, 2.5e12])
+def test_no_number_of_an_axis_reaches_its_label(largest):
+    chart = grouped_bars({"before": [largest]}, ["rank 0"], y_label="kFLOP", rule=("bound", largest))
+    label = float(re.search(r"translate\((\d+) ", chart)[1])
+    numbers = re.findall(r'class="tick" x="([\d.]+)"[^>]*text-anchor="end">([^<]+)<', chart)
+    assert min(float(right) - 7 * len(text) for right, text in numbers if text != "bound") > label
+
+
+def test_a_loss_that_falls_little_is_seen_to_fall(tmp_path):
+    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY | {"heldout_loss_by_step": {}}))
+    lines = [step(number) | {"loss": 6 - number / 10} for number in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    chart = write_report(tmp_path).read_text().split("<h2>Loss</h2>")[1].split("</svg>")[0]
+    heights = [float(y) for y in re.findall(r'<circle class="bar s0"[^>]*cy="([\d.]+)"', chart)]
+    assert heights[-1] - heights[0] > 100
 
 
 def test_ticks_are_round_and_cover_the_range():

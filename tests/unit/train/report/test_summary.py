@@ -67,6 +67,13 @@ def test_one_step_is_no_steps(tmp_path):
     assert alone[0].startswith("1 step on 2 ranks in ") and two[0].startswith("2 steps on 2 ranks in ")
 
 
+def test_the_time_that_is_printed_is_that_of_all_steps(tmp_path):
+    """Tokens a second are over it, and a run that goes on has taken few of its steps itself."""
+    (summary, (line, *_)) = summed_up(tmp_path, [1, 2, 3])
+    assert summary["train_s"] == 1.5
+    assert line.startswith("3 steps on 2 ranks in 1.5 s: 20 tokens/s")
+
+
 @pytest.mark.parametrize(("loads", "are_told"), [(LOADS, True), ({"bound": 3, "loads": [3]}, False)])
 def test_loads_of_a_phase_with_several_replicas_are_told(tmp_path, loads, are_told):
     _, lines = summed_up(tmp_path, [1], loads)
