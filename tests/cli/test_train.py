@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmark import benchmark
 from cli.meddling import PROGRAM, Meddling, motet
 from cli.on_ranks import motet_under_agent
 from cli.test_stop import STEP, TIMEOUT_S, arguments, torchrun
@@ -17,10 +19,25 @@ from motet.train.recipe.recipe_file import load_recipe
 from motet.train.trainer import train
 from ranks import free_port, run_ranks
 
+with benchmark("whole_models") as whole_models:
+    pass
+
 
 def killed(*, step):
     """The second rank, as it begins a step (from 1) of its first attempt."""
     return Meddling("motet.runtime.step:TrainStep.run", step, 1, "stop(signal.SIGKILL, os.getpid())")
+
+
+def test_the_last_line_of_a_whole_model_says_how_it_is_exported(tmp_path):
+    whole_models.write_job(tmp_path, "llava", 2)
+    few = ["run.steps=1", "run.batch_size=2", "data.num_workers=0", "run.report_to=[]", f"run.dir={tmp_path / 'run'}"]
+    done = motet("train", str(tmp_path / "recipe.toml"), *(word for each in few for word in ("--set", each)))
+    assert done.returncode == 0, done.stderr
+    said, *command = done.stdout.splitlines()[-1].partition("motet ")
+    assert said == "For transformers: "
+    words = shlex.split(command[1].replace("DIR", str(tmp_path / "out")))
+    assert motet(*words).returncode == 0
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_a_run_alone_learns_and_leaves_everything(job, tmp_path):
