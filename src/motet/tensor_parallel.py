@@ -32,6 +32,7 @@ from motet.chunked import LaterWeight, summed_product
 from motet.core.arrays import Int64Array
 from motet.dropout import set_divided, some_more_rows
 from motet.peer_copies import PeerCopies
+from motet.transposed import is_transposed, out_first
 
 _Move = Callable[[Tensor], Tensor]
 
@@ -279,7 +280,7 @@ class RowLinear(nn.Linear):
     def __init__(self, layer: nn.Linear, parts: RowParts) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.weight, self.bias = layer.weight, layer.bias
+        self.weight, self.bias, self.is_transposed = layer.weight, layer.bias, is_transposed(layer)
         self.parts = parts
         self.product: Callable[[Tensor], Tensor] = self._product
         self.waits: LaterWeight | None = None
@@ -288,7 +289,7 @@ class RowLinear(nn.Linear):
         beside = self.beside(x)
         set_divided()  # Behind the sum, all ranks have all columns.
         if self.parts.ranks.chunks > 1:
-            rows = summed_product(x, self.weight, beside, self.parts, self.waits)
+            rows = summed_product(x, self, beside, self.parts)
         else:
             product = self.product(x)
             rows = self.parts.from_products(product if beside is None else product + beside)
@@ -299,7 +300,7 @@ class RowLinear(nn.Linear):
         return None
 
     def _product(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+        return linear(x, out_first(self))
 
 
 class SharedLinear(nn.Linear):

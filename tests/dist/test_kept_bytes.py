@@ -98,6 +98,7 @@ def test_a_rank_keeps_what_its_stage_is_said_to_keep(tp):
     """Of an encoder and the backbone, also if rows enter again. Audio is left out: its convolutions pad few rows."""
     units = [Unit("all", (ALL,), tp=tp, zero=0, recompute=recompute) for recompute in ((), AGAIN)]
     cases = [PlannedCase((unit,), batch_size=4, parts=parts) for unit in units for parts in ((), ("again",))]
+    cases += [PlannedCase((unit,), batch_size=4, family="gpt2") for unit in units]
     for of_rank in run_ranks(kept, tp, cases):
         for case, passes in zip(cases, of_rank, strict=True):
             held, said = Counter(), Counter()

@@ -19,6 +19,7 @@ CASES = {
         *(PlannedCase((Unit("all", WHOLE, dp=2, zero=zero),)) for zero in range(4)),
         PlannedCase((Unit("all", WHOLE, tp=2, zero=0, recompute=({"image": 2, "backbone": 2},)),)),
         PlannedCase((Unit("llm", ({"audio": 2, "backbone": 3},), tp=2, zero=0), Unit("image", ({"image": 3},), dp=2))),
+        PlannedCase((Unit("all", WHOLE, tp=2, zero=0),), family="gpt2", chunks=2),
     ],
     4: [
         PlannedCase((Unit("all", CUT, pp=2, dp=2, zero=3),)),
