@@ -179,7 +179,7 @@ def divide(mllm: MLLM, ranks: Mapping[str, TensorRanks], whole_rows: Container[s
     """Change a model's layers, in place, to those of this rank. Parameters that `cuts_of` names are cut elsewhere.
 
     mllm: may be a part (`part.py`), with its parameters or before it has them. ranks: module -> those that share it.
-    whole_rows: the encoders of which all ranks have all rows between branches (`PlannedStage.in_pieces`).
+    whole_rows: the encoders of which all ranks have all rows between branches (`PlannedStage.has_sums`).
     """
     for name, of_module in ranks.items():
         module, parts = _module(mllm, name), RowParts(of_module)
