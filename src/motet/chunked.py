@@ -26,8 +26,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad
 
+from motet.transposed import is_transposed, out_first
+
 if TYPE_CHECKING:
-    from motet.tensor_parallel import RowParts, TensorRanks
+    from motet.tensor_parallel import RowLinear, RowParts, TensorRanks
 
 LaterWeight = Callable[..., bool]
 """(weight, rows, gradient of the products) -> whether the gradient of the weight is computed later."""
@@ -133,7 +135,7 @@ class ColumnLinear(nn.Linear):
     def __init__(self, layer: nn.Linear) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.weight, self.bias = layer.weight, layer.bias
+        self.weight, self.bias, self.is_transposed = layer.weight, layer.bias, is_transposed(layer)
         self._modules.update(layer._modules)
         self.product: Callable[[Tensor], Tensor] = self._product
         self.waits: LaterWeight | None = None
@@ -144,7 +146,7 @@ class ColumnLinear(nn.Linear):
         return made[1] if made is not None and made[0] is x else self.product(x)
 
     def _product(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, out_first(self), self.bias)
 
 
 class ColumnProducts:
@@ -159,23 +161,22 @@ class ColumnProducts:
         rows = hidden.flatten(0, -2)
         chunks = RowChunks(self._parts.ranks, num_rows or len(rows), in_parts=num_rows > 0)
         parameters = [layer.weight for layer in layers] + [layer.bias for layer in layers]
-        waits = [layer.waits for layer in layers]
         whole, *made = (
-            x.view(*hidden.shape[:-2], -1, x.shape[-1]) for x in _Columns.apply(rows, chunks, waits, *parameters)
+            x.view(*hidden.shape[:-2], -1, x.shape[-1]) for x in _Columns.apply(rows, chunks, layers, *parameters)
         )
         for layer, product in zip(layers, made):
             layer.made = whole, product
         return whole
 
 
-def summed_product(
-    x: Tensor, weight: Tensor, beside: Tensor | None, parts: RowParts, waits: LaterWeight | None
-) -> Tensor:
-    """The sum over ranks of x weight^T + beside, as of `RowParts.from_products`. x: [..., rows, in]."""
+def summed_product(x: Tensor, layer: RowLinear, beside: Tensor | None, parts: RowParts) -> Tensor:
+    """The sum over ranks of the product of a layer, without its bias, and of what is beside it, as of
+    `RowParts.from_products`. x: [..., rows, in].
+    """
     num_rows, rows = parts.num_rows, x.flatten(0, -2)
     chunks = RowChunks(parts.ranks, len(rows), in_parts=num_rows > 0)
     beside = None if beside is None else beside.flatten(0, -2)
-    sums = _Summed.apply(rows, weight, beside, chunks, waits)
+    sums = _Summed.apply(rows, layer.weight, beside, chunks, layer)
     return sums.view(*x.shape[:-2], -1, sums.shape[-1])
 
 
@@ -184,23 +185,23 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, chunks: RowChunks, waits: Sequence[LaterWeight | None], *parameters: Tensor | None
+        ctx: Any, hidden: Tensor, chunks: RowChunks, layers: Sequence[ColumnLinear], *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
-        num = len(waits)
-        weights, biases = parameters[:num], parameters[num:]
+        num = len(layers)
+        matrices, biases = list(map(out_first, layers, parameters)), parameters[num:]
         if chunks.in_parts:
-            rows, *made = (chunks.empty(hidden, width) for width in (hidden.shape[1], *map(len, weights)))
+            rows, *made = (chunks.empty(hidden, width) for width in (hidden.shape[1], *map(len, matrices)))
             for span, chunk in chunks.gathered(hidden):
                 chunks.put(rows, span, chunk)
-                for product, weight, bias in zip(made, weights, biases):
-                    chunks.put(product, span, linear(chunk, weight, bias))
+                for product, matrix, bias in zip(made, matrices, biases):
+                    chunks.put(product, span, linear(chunk, matrix, bias))
             rows, *made = map(chunks.unpadded, (rows, *made))
         else:
-            rows, made = hidden.view_as(hidden), [linear(hidden, *own) for own in zip(weights, biases)]
+            rows, made = hidden.view_as(hidden), [linear(hidden, *own) for own in zip(matrices, biases)]
         is_kept = any(ctx.needs_input_grad[3 : 3 + num])
         ctx.save_for_backward(*([rows] if is_kept else []))
         # By reference: torch.utils.checkpoint would give back copies, whose gradients are nobody's.
-        ctx.weights, ctx.chunks, ctx.waits = weights, chunks, waits
+        ctx.weights, ctx.chunks, ctx.layers = parameters[:num], chunks, layers
         ctx.set_materialize_grads(False)
         return (rows, *made)
 
@@ -210,73 +211,75 @@ class _Columns(torch.autograd.Function):
         chunks, num, sums = ctx.chunks, len(of_made), None
         (rows,) = ctx.saved_tensors or (None,)
         if ctx.needs_input_grad[0]:
-            sums = _backward_sums(chunks, of_rows, [own for own in zip(of_made, ctx.weights) if own[0] is not None])
+            matrices = map(out_first, ctx.layers, ctx.weights)
+            sums = _backward_sums(chunks, of_rows, [own for own in zip(of_made, matrices) if own[0] is not None])
         of_weights, of_biases = [None] * num, [None] * num
         for number, gradient in enumerate(of_made):
             if gradient is None:
                 continue
             if ctx.needs_input_grad[3 + number]:
-                of_weights[number] = _of_weight(ctx.weights[number], rows, gradient, ctx.waits[number])
+                of_weights[number] = _of_weight(ctx.layers[number], ctx.weights[number], rows, gradient)
             if ctx.needs_input_grad[3 + num + number]:
                 of_biases[number] = gradient.sum(0)
         return None if sums is None else sums.wait(), None, None, *of_weights, *of_biases
 
 
 def _backward_sums(chunks: RowChunks, of_rows: Tensor | None, products: Sequence[tuple[Tensor, Tensor]]) -> _Sums:
-    """Start the sums of the gradient of all rows. products: (gradient, weight) of each, added up from the last one on,
+    """Start the sums of the gradient of all rows. products: (gradient, matrix) of each, added up from the last one on,
     as autograd does.
     """
     like, width = (of_rows, of_rows.shape[1]) if of_rows is not None else (products[0][0], products[0][1].shape[1])
     sums = _Sums(chunks, like, width)
-    padded = [(chunks.padded(gradient), weight) for gradient, weight in reversed(products)]
+    padded = [(chunks.padded(gradient), matrix) for gradient, matrix in reversed(products)]
     beside = None if of_rows is None else chunks.padded(of_rows)
     for span in chunks.spans:
         total = None if beside is None else chunks.of(beside, span).clone()
-        for gradient, weight in padded:
-            part = chunks.of(gradient, span) @ weight
+        for gradient, matrix in padded:
+            part = chunks.of(gradient, span) @ matrix
             total = part if total is None else total.add_(part)
         sums.add(span, total)
     return sums
 
 
 class _Summed(torch.autograd.Function):
-    """(x of all rows, weight, beside) -> the sum over ranks of x weight^T + beside, of this rank's rows or of all."""
+    """(x of all rows, weight, beside) -> the sum over ranks of products and beside, of this rank's rows or of all."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, beside: Tensor | None, chunks: RowChunks, waits: LaterWeight | None
+        ctx: Any, x: Tensor, weight: Tensor, beside: Tensor | None, chunks: RowChunks, layer: RowLinear
     ) -> Tensor:
         ctx.save_for_backward(*([x] if ctx.needs_input_grad[1] else []))
-        ctx.weight, ctx.chunks, ctx.waits = weight, chunks, waits
-        sums, padded = _Sums(chunks, x, len(weight)), chunks.padded(x)
+        ctx.weight, ctx.chunks, ctx.layer, matrix = weight, chunks, layer, out_first(layer, weight)
+        sums, padded = _Sums(chunks, x, len(matrix)), chunks.padded(x)
         beside = None if beside is None else chunks.padded(beside)
         for span in chunks.spans:
-            product = linear(chunks.of(padded, span), weight)
+            product = linear(chunks.of(padded, span), matrix)
             sums.add(span, product if beside is None else product.add_(chunks.of(beside, span)))
         return sums.wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        chunks, weight, of_x = ctx.chunks, ctx.weight, None
+        chunks, matrix, of_x = ctx.chunks, out_first(ctx.layer, ctx.weight), None
         (x,) = ctx.saved_tensors or (None,)
         if chunks.in_parts:
-            whole, of_x = chunks.empty(gradient, len(weight)), chunks.empty(gradient, weight.shape[1])
+            whole, of_x = (chunks.empty(gradient, width) for width in matrix.shape)
             for span, chunk in chunks.gathered(gradient):
                 chunks.put(whole, span, chunk)
                 if ctx.needs_input_grad[0]:
-                    chunks.put(of_x, span, chunk @ weight)
+                    chunks.put(of_x, span, chunk @ matrix)
             gradient, of_x = chunks.unpadded(whole), chunks.unpadded(of_x)
         elif ctx.needs_input_grad[0]:
-            of_x = gradient @ weight
-        of_weight = _of_weight(weight, x, gradient, ctx.waits) if ctx.needs_input_grad[1] else None
+            of_x = gradient @ matrix
+        of_weight = _of_weight(ctx.layer, ctx.weight, x, gradient) if ctx.needs_input_grad[1] else None
         of_beside = gradient if ctx.needs_input_grad[2] else None
         return of_x if ctx.needs_input_grad[0] else None, of_weight, of_beside, None, None
 
 
-def _of_weight(weight: Tensor, rows: Tensor, gradient: Tensor, waits: LaterWeight | None) -> Tensor | None:
-    """The gradient of a weight; None if it waits."""
+def _of_weight(layer: ColumnLinear | RowLinear, weight: Tensor, rows: Tensor, gradient: Tensor) -> Tensor | None:
+    """The gradient of a layer's weight; None if it waits."""
+    read, made = (gradient, rows) if layer.is_transposed else (rows, gradient)
     # The gradient of a weight that is computed from others goes on into their graph.
-    if weight.is_leaf and waits is not None and waits(weight, rows, gradient):
+    if weight.is_leaf and layer.waits is not None and layer.waits(weight, read, made):
         return None
-    return gradient.t() @ rows
+    return made.t() @ read

@@ -28,10 +28,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from motet.ahead import found
 from motet.chunked import LaterWeight, summed_product
 from motet.core.arrays import Int64Array
 from motet.dropout import set_divided, some_more_rows
 from motet.peer_copies import PeerCopies
+from motet.transposed import is_transposed, out_first
 
 _Move = Callable[[Tensor], Tensor]
 
@@ -125,10 +127,19 @@ def _all_reduced(x: Tensor, ranks: TensorRanks) -> Tensor:
     return total
 
 
+_NUM_ROWS = "rows between branches"
+"""By which the number of rows is found of which ranks have parts."""
+
+
+def _unknown() -> int:
+    raise ValueError("parts of rows have come, and nobody has said how many rows there are")
+
+
 class _Rows(local):
-    """Of a thread, as passes that pause have one each. num: as of `RowParts.of`."""
+    """Of a thread, as passes that pause have one each. num: as of `RowParts.of`. come, stay: as of `handed`."""
 
     num = 0
+    come = stay = False
 
 
 class RowParts:
@@ -164,6 +175,29 @@ class RowParts:
         finally:
             self._rows.num = before
 
+    @contextmanager
+    def handed(self, *, come: bool, stay: bool) -> Iterator[None]:
+        """In the block, `in_parts` is given this rank's part of the rows (come), or returns it (stay).
+
+        So a pass in several calls has rows together at its ends alone. How many there are is found with the microbatch
+        (`ahead.finding`), as parts do not say it.
+        """
+        before, (self._rows.come, self._rows.stay) = (self._rows.come, self._rows.stay), (come, stay)
+        try:
+            yield
+        finally:
+            self._rows.come, self._rows.stay = before
+
+    @property
+    def come_in_parts(self) -> bool:
+        """Whether rows come as this rank's part of them, in the block of `handed`."""
+        return self._rows.come
+
+    @property
+    def stay_in_parts(self) -> bool:
+        """Whether rows are left as this rank's part of them, in the block of `handed`."""
+        return self._rows.stay
+
     def held(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """A function that runs with rows as they are now, whenever it is called, and by whichever thread."""
         num_rows = self.num_rows
@@ -175,15 +209,21 @@ class RowParts:
         return running
 
     def in_parts(self, layers: Callable[..., Tensor], rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """What layers make of rows [num_rows, width], which all ranks have, as they have what comes back.
+        """What layers make of rows [num_rows, width], which all ranks have, as they have what comes back, but for what
+        `handed` says.
 
-        layers: are called with this rank's part of the rows, and return as many.
+        layers: are called with this rank's part of the rows, and return as many. Raises ValueError for parts of which
+        nobody has said how many rows there are.
         """
-        num_rows = len(rows)
+        come, stay = self._rows.come, self._rows.stay
+        num_rows = found(_NUM_ROWS, _unknown) if come else len(rows)
         if not num_rows:
             return layers(rows, *args, **kwargs)
+        if stay:
+            found(_NUM_ROWS, lambda: num_rows)
         with self.of(num_rows), some_more_rows(num_rows, lambda: self._numbers_of(num_rows)):
-            return self.whole(layers(self.own(rows), *args, **kwargs))
+            passed = layers(rows if come else self.own(rows), *args, **kwargs)
+            return passed if stay else self.whole(passed)
 
     def _numbers_of(self, num_rows: int) -> Int64Array:
         """The numbers of this rank's rows of so many, int64 [rows of a part]; padding has that of the last."""
@@ -279,7 +319,7 @@ class RowLinear(nn.Linear):
     def __init__(self, layer: nn.Linear, parts: RowParts) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.weight, self.bias = layer.weight, layer.bias
+        self.weight, self.bias, self.is_transposed = layer.weight, layer.bias, is_transposed(layer)
         self.parts = parts
         self.product: Callable[[Tensor], Tensor] = self._product
         self.waits: LaterWeight | None = None
@@ -288,7 +328,7 @@ class RowLinear(nn.Linear):
         beside = self.beside(x)
         set_divided()  # Behind the sum, all ranks have all columns.
         if self.parts.ranks.chunks > 1:
-            rows = summed_product(x, self.weight, beside, self.parts, self.waits)
+            rows = summed_product(x, self, beside, self.parts)
         else:
             product = self.product(x)
             rows = self.parts.from_products(product if beside is None else product + beside)
@@ -299,7 +339,7 @@ class RowLinear(nn.Linear):
         return None
 
     def _product(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+        return linear(x, out_first(self))
 
 
 class SharedLinear(nn.Linear):

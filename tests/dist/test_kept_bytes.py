@@ -98,6 +98,7 @@ def test_a_rank_keeps_what_its_stage_is_said_to_keep(tp):
     """Of an encoder and the backbone, also if rows enter again. Audio is left out: its convolutions pad few rows."""
     units = [Unit("all", (ALL,), tp=tp, zero=0, recompute=recompute) for recompute in ((), AGAIN)]
     cases = [PlannedCase((unit,), batch_size=4, parts=parts) for unit in units for parts in ((), ("again",))]
+    cases += [PlannedCase((unit,), batch_size=4, family="gpt2") for unit in units]
     for of_rank in run_ranks(kept, tp, cases):
         for case, passes in zip(cases, of_rank, strict=True):
             held, said = Counter(), Counter()
@@ -105,7 +106,9 @@ def test_a_rank_keeps_what_its_stage_is_said_to_keep(tp):
                 held.update(of_pass)
                 said.update(of_model)
             for name in ("image", "backbone"):
-                assert 0.87 * said[name] <= held[name] <= 1.03 * said[name], (case, name, held, said)
+                # Of each row a LayerNorm keeps two numbers in float32 as well, which shows among so few columns.
+                most = 1.1 if (name, case.family) == (BACKBONE, "gpt2") else 1.03
+                assert 0.87 * said[name] <= held[name] <= most * said[name], (case, name, held, said)
 
 
 def outputs_kept(rank, num_ranks, cases):

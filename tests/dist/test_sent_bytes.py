@@ -8,6 +8,7 @@ from motet.core.plan import Unit
 from motet.runtime.sharded_state import SAME_TYPES
 from parity.collectives import counted_collectives, on_all_ranks
 from parity.planned import PlannedCase, StagesRun, build_hf_model, run_of
+from parity.test_tensor_parallel_plans import cut_in_bubbles
 from ranks import run_ranks
 from tiers import in_tiers
 
@@ -19,6 +20,7 @@ CASES = {
         *(PlannedCase((Unit("all", WHOLE, dp=2, zero=zero),)) for zero in range(4)),
         PlannedCase((Unit("all", WHOLE, tp=2, zero=0, recompute=({"image": 2, "backbone": 2},)),)),
         PlannedCase((Unit("llm", ({"audio": 2, "backbone": 3},), tp=2, zero=0), Unit("image", ({"image": 3},), dp=2))),
+        PlannedCase((Unit("all", WHOLE, tp=2, zero=0),), family="gpt2", chunks=2),
     ],
     4: [
         PlannedCase((Unit("all", CUT, pp=2, dp=2, zero=3),)),
@@ -75,3 +77,13 @@ def test_a_step_counts_what_collectives_were_given(num_ranks, cases):
                 # The held-out pass has gathered what the first step computes with, but under ZeRO 3.
                 assert bool(said["gather"]) == (unit.zero == 3 or (unit.zero > 0 and number > 0))
                 assert bool(said["reduce"]) == (unit.num_ranks > unit.tp)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [7, 13])
+def test_passes_that_are_cut_send_as_much_as_whole_ones(seed):
+    """Parts of rows stay in parts between the blocks, or halves of blocks, of encoders in bubbles."""
+    whole, cut = (cut_in_bubbles(one, contents=("image",)) for one in (-1, seed))
+    assert cut.plan().fills != whole.plan().fills
+    (of_whole, of_cut), _ = run_ranks(counted, 2, [whole, cut])
+    assert [said["exchange"] for said, _ in of_cut] == [said["exchange"] for said, _ in of_whole]

@@ -24,7 +24,7 @@ from motet.expert_ranks import ExpertRanks
 from motet.models.build import ModelConfig, build_mllm
 from motet.models.divided import cuts_of, divide, split_fused, why_undivided
 from motet.models.families.registry import ENCODERS, TOWERS
-from motet.models.fused import NamedRows, stored_names
+from motet.models.fused import NamedSlice, stored_names
 from motet.models.generator import GeneratorModule, OutputProjector
 from motet.models.materialise import materialise
 from motet.models.projector import Projector, ProjectorConfig
@@ -46,6 +46,8 @@ BACKBONE_SIZES = {
     "num_key_value_heads": 2,
     "intermediate_size": 49,
 }
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 49, "n_positions": 64}
+"""With its dropout, of which transformers' config has 0.1 everywhere."""
 VISION = {
     "hidden_size": 24,
     "intermediate_size": 40,
@@ -107,6 +109,7 @@ CASES = [
     ("llama", {}, "dinov3"),
     ("llama", {}, "gated dinov3"),
     ("qwen2", {}, "internvl"),
+    ("gpt2", {"tie_word_embeddings": True}, "siglip"),
 ]
 
 
@@ -116,8 +119,9 @@ def build(family, options, encoder):
     dropout = {"attention_dropout": 0.2} if family in ("qwen2", "qwen3") else {}
     of_encoder = {} if encoder.split()[-1] in ("qwen2_vl", "qwen3_vl", "dinov2") else {"attention_dropout": 0.1}
     of_encoder |= {"dropout": 0.1, "activation_dropout": 0.2} if encoder == "whisper" else {}
+    own = GPT2 if family == "gpt2" else BACKBONE_SIZES | dropout
     config = ModelConfig(
-        backbone={"family": family, "config": BACKBONE_SIZES | dropout | options},
+        backbone={"family": family, "config": own | options},
         encoders={"item": {"reads": "image", "family": encoder.split()[-1], "config": sizes | of_encoder}},
     )
     model = build_mllm(config, VOCABULARY, torch.float64)
@@ -190,7 +194,7 @@ def divided(model, ranks):
 
 def _whole(key):
     """The name of the whole parameter."""
-    return key if (rows := NamedRows.of(key)) is None else rows.name
+    return key if (part := NamedSlice.of(key)) is None else part.name
 
 
 def compare(rank, num_ranks, cases, chunks=1, delays=None):
@@ -211,9 +215,9 @@ def compare(rank, num_ranks, cases, chunks=1, delays=None):
             assert keys.keys() == own.keys()
             assert {_whole(key) for key in keys.values()} == gradients.keys(), case
             for name, key in keys.items():
-                expected, rows = gradients[_whole(key)], NamedRows.of(key)
-                if rows is not None and expected is not None:
-                    expected = expected[rows.first : rows.stop]
+                expected, part = gradients[_whole(key)], NamedSlice.of(key)
+                if part is not None and expected is not None:
+                    expected = part.within(expected)
                 if expected is None:  # It is frozen.
                     assert own[name] is None, f"{case}: {name}"
                     continue

@@ -139,6 +139,7 @@ def draw(seed: int, number: int) -> DrawnCase:
     of_mixture = seed, number // PER_MIXTURE
     mixture = _with_other_images(_with_experts(_drawn(_MIXTURE, of_mixture), of_mixture), of_mixture)
     mixture = _with_merge(_with_diffusers(_with_keys(mixture, of_mixture), of_mixture), of_mixture)
+    mixture = _with_learned_positions(mixture, of_mixture)
     if number % CUT_EVERY == FIRST_WHOLE:
         strategy, schedule = WHOLE_MODULES, "data_parallel"
     rng = np.random.default_rng((seed, number))
@@ -282,6 +283,18 @@ def _with_merge(mixture: dict[str, object], numbers: tuple[int, ...]) -> dict[st
     """A tenth of the mixtures have a merge of the user's own."""
     rng = np.random.default_rng((*numbers, crc32(b"merge")))
     return mixture | {"parts": (*mixture["parts"], "merge")} if rng.random() < 0.1 else mixture
+
+
+def _with_learned_positions(mixture: dict[str, object], numbers: tuple[int, ...]) -> dict[str, object]:
+    """A fifth of the mixtures whose backbones have neither experts nor keys beside the sequence have learned positions,
+    and most of these products that are stored the other way round."""
+    rng = np.random.default_rng((*numbers, crc32(b"learned positions")))
+    if mixture["family"] in NUM_EXPERTS or "keys" in mixture["parts"] or rng.random() >= 0.2:
+        return mixture
+    family = str(rng.choice(["gpt2", "gpt2", "opt"]))
+    last = {"gpt2": "backbone mlp.c_proj", "opt": "backbone fc2"}[family]
+    lora = tuple(last if name == "backbone down_proj" else name for name in mixture["lora"])
+    return mixture | {"family": family, "lora": lora}
 
 
 def _drawn(options: dict[str, Callable[[np.random.Generator], object]], numbers: tuple[int, ...]) -> dict[str, object]:

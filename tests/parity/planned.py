@@ -37,7 +37,7 @@ from motet.models.backbone import Backbone
 from motet.models.families.registry import BACKBONES, CROSS_BACKBONES
 from motet.models.families.siglip import SiglipEncoder
 from motet.models.families.whisper import WhisperEncoder
-from motet.models.fused import NamedRows, stored_names, with_whole
+from motet.models.fused import NamedSlice, stored_names, with_whole
 from motet.models.lora import LoraConfig, add_lora
 from motet.models.mllm import MLLM
 from motet.models.named_weights import weights_named
@@ -413,11 +413,11 @@ def _stored_parameters(model: MLLM) -> dict[str, torch.nn.Parameter]:
     return {keys[name]: parameter for name, parameter in model.named_parameters()}
 
 
-def _rows_of(table: Mapping[str, torch.Tensor | None], key: str) -> torch.Tensor | None:
-    if (rows := NamedRows.of(key)) is None:
+def _part_of(table: Mapping[str, torch.Tensor | None], key: str) -> torch.Tensor | None:
+    if (part := NamedSlice.of(key)) is None:
         return table[key]
-    whole = table[rows.name]
-    return None if whole is None else whole[rows.first : rows.stop]
+    whole = table[part.name]
+    return None if whole is None else part.within(whole)
 
 
 @lru_cache(maxsize=256)
@@ -437,7 +437,7 @@ class StagesRun:
     def __init__(self, case: PlannedCase, stored: torch.dtype, types: ComputeTypes) -> None:
         self._case, self.step = case, build_step(case, stored, types)
         held = {
-            name if (rows := NamedRows.of(name)) is None else rows.name for name in _stored_parameters(self.step.model)
+            name if (part := NamedSlice.of(name)) is None else part.name for name in _stored_parameters(self.step.model)
         }
         spans = self.step.place.stage_spans
         assert held == {name for each in spans for name in _names(case.built, tuple(each.items()))}
@@ -693,8 +693,8 @@ def errors_of(case: PlannedCase, num_steps: int = NUM_STEPS) -> dict[str, float]
     largest = _largest_of(expected_gradients)
     for name, weight in weights.items():
         if not case.is_mixed:
-            errors[f"weight {name}"] = largest_error(weight, _rows_of(expected_weights, name))
-        gradient, other = gradients[name], _rows_of(expected_gradients, name)
+            errors[f"weight {name}"] = largest_error(weight, _part_of(expected_weights, name))
+        gradient, other = gradients[name], _part_of(expected_gradients, name)
         if (gradient is None) != (other is None):
             errors[f"gradient of {name} ({gradient is None} instead of {other is None}: none)"] = math.inf
         elif gradient is not None:

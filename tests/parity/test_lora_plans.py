@@ -1,5 +1,7 @@
 """Plans of models with LoRA adapters equal one process: pipelines, ZeRO, W apart, bubbles, tp, cp, and dropout."""
 
+from dataclasses import replace
+
 import pytest
 
 from motet.core.plan import Unit
@@ -31,6 +33,7 @@ CASES = [
     PlannedCase(chain(ALL, tp=2, recompute=({"image": 2, "backbone": 2},)), lora=("backbone o_proj",), dropout=0.2),
     PlannedCase(chain(ALL, tp=2), lora=("backbone",), family="phi3", dropout=0.2, microbatch_size=2),
     PlannedCase(chain(ALL, tp=2), lora=LORA, family="olmo2"),
+    PlannedCase(chain(ALL, tp=2), lora=("backbone",), family="gpt2", dropout=0.2),
 ]
 
 
@@ -49,5 +52,13 @@ def test_four_ranks():
             PlannedCase(chain(ALL, tp=2, dp=2, zero=3), lora=LORA, dropout=0.2),
             PlannedCase(chain(ALL, tp=2, dp=2, zero=2), family="phi3", lora=("backbone",), batch_size=8, then=whole),
             PlannedCase(chain(*CUT, cp=2), lora=("backbone",), microbatch_size=2),
+            PlannedCase(chain(*CUT, tp=2), "zb_h1", lora=("backbone",), family="gpt2", chunks=2),
+            PlannedCase(
+                chain(ALL, tp=2, dp=2, zero=2),
+                family="gpt2",
+                lora=("backbone",),
+                batch_size=8,
+                then=replace(whole, family="gpt2"),
+            ),
         ],
     )

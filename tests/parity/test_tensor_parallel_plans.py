@@ -3,11 +3,15 @@
 benchmarks/fuzz_plans.py divides layers in three of ten units that may have it, with all else.
 """
 
+from itertools import pairwise
+
 import pytest
 
 from motet.core.plan import Unit
+from motet.runtime.sections import spans_of
 from motet.schedule import planned
 from parity.planned import MIXED_TOLERANCE, PlannedCase, assert_planned, differences, errors_of
+from parity.planned_parts import num_blocks_with
 from parity.test_bubbles import in_halves
 from ranks import run_ranks
 from tiers import in_tiers
@@ -262,4 +266,41 @@ OF_EIGHT = [
 def test_sums_of_encoders_in_parts_of_their_own(num_ranks, cases):
     for case in cases:
         assert any(stage.has_sums for stage in planned(case.plan()).stages)
+    assert_planned(num_ranks, cases)
+
+
+def cut_in_bubbles(seed, *, cp=1, recompute=0, **options):
+    """Encoders in bubbles whose passes are cut between blocks, or inside them, where this seed has them so."""
+    of_image = ({"image": recompute},) if recompute else ()
+    blocks = num_blocks_with(options.get("parts", ()), ALL)
+    llm = Unit("llm", ({"backbone": 3},), tp=2, cp=cp, zero=0)
+    image = Unit("image", ({"image": blocks["image"]},), tp=2, cp=cp, zero=0, recompute=of_image)
+    audio = Unit("audio", ({"audio": blocks["audio"]},), tp=2, cp=cp, zero=0)
+    return PlannedCase((llm, image, audio), fill_seed=seed, **options)
+
+
+CASES_CUT = [
+    cut_in_bubbles(7, dropout=0.2),
+    cut_in_bubbles(13, recompute=2),
+    cut_in_bubbles(12, frozen=("image encoder", "*norm*"), left_out=0.3),
+    cut_in_bubbles(13, lora=("image",), frozen=("image block",), dropout=0.2, microbatch_size=2),
+    cut_in_bubbles(8, parts=("queries",), chunks=2),
+    cut_in_bubbles(13, parts=("stacked",), contents=("image",)),
+    cut_in_bubbles(13, parts=("tiled",)),
+    cut_in_bubbles(7, parts=("keys",), recompute=1),
+    cut_in_bubbles(13, frozen=("image",), is_mixed=True),
+]
+CUT_OF_FOUR = [
+    cut_in_bubbles(13, cp=2, contents=("image",), has_large=True, recompute=1),
+    cut_in_bubbles(7, cp=2, contents=("image",), has_large=True, dropout=0.2, left_out=0.5),
+    cut_in_bubbles(8, cp=2, parts=("queries",), contents=("image",), has_large=True),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({2: CASES_CUT, 4: CUT_OF_FOUR}, {2: (0, 1)}))
+def test_cut_passes_of_encoders_have_parts_of_the_rows(num_ranks, cases):
+    for case in cases:
+        plan = case.plan()
+        spans = [span for stage in planned(plan).stages for span in spans_of(stage, plan.model)]
+        assert any(span.goes_on and span.part < behind.part for span, behind in pairwise(spans))
     assert_planned(num_ranks, cases)

@@ -253,7 +253,7 @@ class StageLayer(NamedTuple):
 
     needs_input:  backward needs the gradient of its input (`input_gradients`).
     in_parts:     tensor-parallel ranks have a part of the rows between its branches each (`RowParts`): in a backbone
-                  into which no rows enter again, and in encoders whose passes run in one piece; not in layers that
+                  into which no rows enter again, and in encoders whose sums are not apart; not in layers that
                   attend to rows of images, nor in those of generators and of queries.
     and_whole:    beside its part it keeps whole rows as wide as its output: the first of these layers those that
                   came, to whichever layer of the stage that is not recomputed, but what an encoder embeds itself; the
@@ -326,18 +326,18 @@ Spans = Mapping[str, tuple[int, int]]
 
 
 def stage_layers(
-    model: ModelSpec, spans: Spans, recompute: Mapping[str, int], *, in_pieces: bool = False
+    model: ModelSpec, spans: Spans, recompute: Mapping[str, int], *, whole_rows: bool = False
 ) -> list[StageLayer]:
     """The layers that a stage computes, in execution order.
 
-    in_pieces: as of `PlannedStage`.
+    whole_rows: tensor-parallel ranks have all rows between branches of encoders, as where their sums are apart.
     recompute: per module, the number of blocks whose activations are recomputed: the first of its blocks in the stage.
     A recomputed block recomputes its transformer layer, as frameworks do; without one, all of its layers. A layer
     without a backward pass is not recomputed.
     """
     found: list[StageLayer] = []
     for name, (first, stop) in spans.items():
-        blocks, num_recomputed = _layers_of_blocks(model, name, in_pieces), recompute.get(name, 0)
+        blocks, num_recomputed = _layers_of_blocks(model, name, whole_rows), recompute.get(name, 0)
         for number, block in enumerate(blocks[first:stop]):
             found += block[number < num_recomputed, number == 0]
     return found
@@ -347,23 +347,23 @@ _BlockLayers = Mapping[tuple[bool, bool], list[StageLayer]]
 """The layers of a block, by whether it is recomputed and whether it is the first of its stage."""
 
 
-def _layers_of_blocks(model: ModelSpec, name: str, in_pieces: bool) -> list[_BlockLayers]:
+def _layers_of_blocks(model: ModelSpec, name: str, whole_rows: bool) -> list[_BlockLayers]:
     """Those of each block of a module; made once for each model, as all stages consist of the same."""
     known: dict[tuple[str, bool], list[_BlockLayers]] = model.derived.setdefault("layers_of_blocks", {})
-    if (name, in_pieces) not in known:
-        known[name, in_pieces] = [
+    if (name, whole_rows) not in known:
+        known[name, whole_rows] = [
             {
-                (recomputed, is_first): list(_block_layers(model, name, number, recomputed, is_first, in_pieces))
+                (recomputed, is_first): list(_block_layers(model, name, number, recomputed, is_first, whole_rows))
                 for recomputed in (False, True)
                 for is_first in (False, True)
             }
             for number in range(len(model.module(name).blocks))
         ]
-    return known[name, in_pieces]
+    return known[name, whole_rows]
 
 
 def _block_layers(
-    model: ModelSpec, name: str, number: int, is_recomputed: bool, is_first: bool, in_pieces: bool
+    model: ModelSpec, name: str, number: int, is_recomputed: bool, is_first: bool, whole_rows: bool
 ) -> Iterator[StageLayer]:
     module, needs = model.module(name), model.input_gradients[name]
     layers, block, is_backbone = module.layers, module.blocks[number], name == BACKBONE
@@ -372,7 +372,7 @@ def _block_layers(
         entered = {block for _, sink, block in model.reentries if sink == name}
         has_parts = module.key_blocks.issuperset(entered)
     else:
-        has_parts = name not in model.generators and not in_pieces
+        has_parts = name not in model.generators and not whole_rows
     whole = not any(layers[index].in_block for index in block)
     for index in block:
         layer, needs_input = layers[index], needs[index]

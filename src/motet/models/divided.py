@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from transformers.models.internvl.modeling_internvl import InternVLVisionAttention
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
@@ -64,6 +65,7 @@ from motet.tensor_parallel import (
     sum_gradients,
     with_copies,
 )
+from motet.transposed import TransposedLinear, is_transposed
 
 _DividedModule: TypeAlias = ModalityModule | Backbone | GeneratorModule
 _ROW_NORMS = Olmo2RMSNorm, ShapedRMSNorm, Float64RMSNorm
@@ -114,7 +116,7 @@ def _why_not_linear(product: nn.Module) -> str:
         return f"is a {kind.__name__}, as another package puts it there, and not torch's"
     if is_changed(product):
         return f"{_CHANGED}, {each_has}"
-    is_known = isinstance(product, SplitLinear | LoraLinear) or kind.forward is nn.Linear.forward
+    is_known = isinstance(product, SplitLinear | LoraLinear | TransposedLinear) or kind.forward is nn.Linear.forward
     return "" if is_known else f"is a {kind.__name__} with another forward than torch's Linear, {each_has}"
 
 
@@ -159,10 +161,11 @@ def cuts_of(mllm: MLLM, name: str) -> dict[str, int]:
                 # A of an adapter is whole on all ranks.
                 named = column.named_parameters()
                 cuts |= {id(parameter): 0 for name, parameter in named if not name.startswith("lora_A.")}
+                cuts |= {id(column.weight): int(is_transposed(column))}
         for norm in _row_norms(root, branch):
             cuts |= {id(parameter): 0 for parameter in norm.parameters()}
         for row in filter(None, (_at(root, path) for path in branch.rows)):
-            cuts[id(row.weight)] = 1
+            cuts[id(row.weight)] = 1 - int(is_transposed(row))
             if isinstance(row, LoraLinear):
                 cuts[id(row.lora_A.weight)] = 1
     cuts |= {id(parameter): 0 for parameter in expert_parameters(_layers(_module(mllm, name)))}
@@ -176,7 +179,7 @@ def divide(mllm: MLLM, ranks: Mapping[str, TensorRanks], whole_rows: Container[s
     """Change a model's layers, in place, to those of this rank. Parameters that `cuts_of` names are cut elsewhere.
 
     mllm: may be a part (`part.py`), with its parameters or before it has them. ranks: module -> those that share it.
-    whole_rows: the encoders of which all ranks have all rows between branches (`PlannedStage.in_pieces`).
+    whole_rows: the encoders of which all ranks have all rows between branches (`PlannedStage.has_sums`).
     """
     for name, of_module in ranks.items():
         module, parts = _module(mllm, name), RowParts(of_module)
@@ -314,6 +317,8 @@ def _count_heads(attention: Any, num_ranks: int, reads_config: bool) -> None:
     for name in ("num_heads", "num_attention_heads", "num_key_value_heads", "heads"):
         if hasattr(attention, name):
             setattr(attention, name, getattr(attention, name) // num_ranks)
+    if isinstance(attention, GPT2Attention):  # It splits queries, keys and values by this width.
+        attention.split_size //= num_ranks
     if isinstance(attention, InternVLVisionAttention):  # It reads the width of its heads together by this name.
         attention.embed_dim //= num_ranks
     if reads_config and hasattr(attention, "config"):

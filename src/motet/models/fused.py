@@ -1,7 +1,8 @@
 """Products that a family of HF computes as one, as several: queries, keys and values, or a gate and what it gates.
 
 Tensor-parallel ranks cut each of them by itself, so there each has parameters of its own. Weights of files, drawn
-weights, checkpoints and exports have one parameter, of which each of these has some rows, named "name[first:stop]".
+weights, checkpoints and exports have one parameter, of which each of these has some rows, named "name[first:stop]", or,
+where it is stored the other way round (`transposed.py`), some columns, named "name[:,first:stop]".
 """
 
 from __future__ import annotations
@@ -14,31 +15,40 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-_ROWS = re.compile(r"(.+)\[(\d+):(\d+)\]")
+from motet.transposed import TransposedLinear, is_transposed
+
+_SLICE = re.compile(r"(.+)\[(:,)?(\d+):(\d+)\]")
 
 
-class NamedRows(NamedTuple):
-    """The rows first ... stop - 1 of the tensor `name`.
+class NamedSlice(NamedTuple):
+    """The rows (dim 0), or columns (dim 1), first ... stop - 1 of the tensor `name`.
 
     Example:
-        >>> NamedRows.of("qkv.weight[8:12]"), NamedRows.of("proj.weight")
-        (NamedRows(name='qkv.weight', first=8, stop=12), None)
+        >>> NamedSlice.of("qkv.weight[8:12]"), NamedSlice.of("proj.weight")
+        (NamedSlice(name='qkv.weight', first=8, stop=12, dim=0), None)
+        >>> NamedSlice("c_attn.weight", 8, 12, dim=1).key
+        'c_attn.weight[:,8:12]'
     """
 
     name: str
     first: int
     stop: int
+    dim: int = 0
 
     @staticmethod
-    def of(key: str) -> NamedRows | None:
+    def of(key: str) -> NamedSlice | None:
         """What a key names; None if it names a whole tensor."""
-        found = _ROWS.fullmatch(key)
-        return NamedRows(found[1], int(found[2]), int(found[3])) if found else None
+        found = _SLICE.fullmatch(key)
+        return NamedSlice(found[1], int(found[3]), int(found[4]), int(bool(found[2]))) if found else None
 
     @property
     def key(self) -> str:
         """The text that `of` reads."""
-        return f"{self.name}[{self.first}:{self.stop}]"
+        return f"{self.name}[{':,' * self.dim}{self.first}:{self.stop}]"
+
+    def within(self, whole: Tensor) -> Tensor:
+        """These rows, or columns, of the whole tensor, a view."""
+        return whole.narrow(self.dim, self.first, self.stop - self.first)
 
 
 class SplitLinear(nn.Module):
@@ -54,10 +64,20 @@ class SplitLinear(nn.Module):
             raise ValueError(f"the parts have {edges[-1]} columns, and the layer {layer.out_features}")
         self.spans = list(pairwise(edges))
         for number, (first, stop) in enumerate(self.spans):
-            part = nn.Linear(layer.in_features, stop - first, layer.bias is not None, device="meta")
-            for key, whole in layer._parameters.items():
-                if whole is not None:
-                    part._parameters[key] = nn.Parameter(whole.detach()[first:stop].clone(), whole.requires_grad)
+            own = {
+                key: None
+                if whole is None
+                else nn.Parameter(
+                    NamedSlice(key, first, stop, _dim_of(layer, key)).within(whole.detach()).clone(),
+                    whole.requires_grad,
+                )
+                for key, whole in layer._parameters.items()
+            }
+            if is_transposed(layer):
+                part: nn.Linear = TransposedLinear(own["weight"], own["bias"])
+            else:
+                part = nn.Linear(layer.in_features, stop - first, layer.bias is not None, device="meta")
+                part._parameters.update(own)
             self.add_module(str(number), part)
 
     @property
@@ -75,7 +95,7 @@ class SplitLinear(nn.Module):
 
 
 def stored_names(model: nn.Module, names: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Name of each parameter and buffer -> the key by which weights are stored: the name, or rows of a whole tensor.
+    """Name of each parameter and buffer -> the key by which weights are stored: the name, or a part of a whole tensor.
 
     names: name in the model -> another one to be read in its place, such as without Blocks; by default the same.
     """
@@ -85,8 +105,13 @@ def stored_names(model: nn.Module, names: Mapping[str, str] | None = None) -> di
             for of_part in _names_in(module.parts[number]):
                 if (name := f"{prefix}.{number}.{of_part}") in stored:
                     whole = stored[name].removesuffix(f"{number}.{of_part}") + of_part
-                    stored[name] = NamedRows(whole, *span).key
+                    stored[name] = NamedSlice(whole, *span, _dim_of(module.parts[number], of_part)).key
     return stored
+
+
+def _dim_of(layer: nn.Linear, name: str) -> int:
+    """The dimension of a parameter of a linear layer, or of its adapter, that has the columns of the output."""
+    return int(name == "weight" and is_transposed(layer))
 
 
 def _names_in(part: nn.Module) -> list[str]:
@@ -95,16 +120,16 @@ def _names_in(part: nn.Module) -> list[str]:
 
 
 def whole_names(model: nn.Module) -> dict[str, str]:
-    """Name of each parameter and buffer -> that of the whole tensor which has it, or has it as rows."""
-    return {name: (NamedRows.of(key) or NamedRows(key, 0, 0)).name for name, key in stored_names(model).items()}
+    """Name of each parameter and buffer -> that of the whole tensor which has it, or has it as a part."""
+    return {name: (NamedSlice.of(key) or NamedSlice(key, 0, 0)).name for name, key in stored_names(model).items()}
 
 
 def with_whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors by name, of tensors by key; the rows of each are there."""
-    whole, parts = dict[str, Tensor](), dict[str, dict[int, Tensor]]()
+    """Whole tensors by name, of tensors by key; all rows, or columns, of each are there."""
+    whole, parts = dict[str, Tensor](), dict[tuple[str, int], dict[int, Tensor]]()
     for key, tensor in tensors.items():
-        if (rows := NamedRows.of(key)) is None:
+        if (part := NamedSlice.of(key)) is None:
             whole[key] = tensor
         else:
-            parts.setdefault(rows.name, {})[rows.first] = tensor
-    return whole | {name: torch.cat([rows[first] for first in sorted(rows)]) for name, rows in parts.items()}
+            parts.setdefault((part.name, part.dim), {})[part.first] = tensor
+    return whole | {name: torch.cat([own[first] for first in sorted(own)], dim) for (name, dim), own in parts.items()}

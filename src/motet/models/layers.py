@@ -39,17 +39,17 @@ def products_layer(
     kind: str, module: nn.Module, output_width: int, divisor: int = 1, item_rows: int = 0
 ) -> LayerModules:
     """The layer of an unknown module: a chain of its linear layers and convolutions, each applied once to every row."""
-    products = [child.weight for child in module.modules() if isinstance(child, _PRODUCTS)]
+    products = [child for child in module.modules() if isinstance(child, _PRODUCTS)]
     layer = Layer(
         kind,
-        weights=sum(weight.numel() for weight in products),
+        weights=sum(product.weight.numel() for product in products),
         parameters=sum(p.numel() for p in module.parameters()),
         output_width=output_width,
-        activation_width=sum(weight.shape[1] for weight in products),
+        activation_width=sum(map(_reads, products)),
         divisor=divisor,
         trainable=any_trainable(module),
         item_rows=item_rows,
-        inner_weights=sum(weight.numel() for weight in products[1:]),
+        inner_weights=sum(product.weight.numel() for product in products[1:]),
     )
     return LayerModules(layer, (module,))
 
@@ -116,7 +116,8 @@ def _as_kept(layer: Layer, modules: Sequence[nn.Module]) -> Layer:
 
 def _reads(product: nn.Module) -> int:
     """Elements of a row that a product reads."""
-    width: int = product.weight.shape[0 if isinstance(product, Conv1D) else 1]
+    is_in_first = isinstance(product, Conv1D) or getattr(product, "is_transposed", False)
+    width: int = product.weight.shape[0 if is_in_first else 1]
     return width
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor, nn
-from torch.nn.functional import dropout
+from torch.nn.functional import dropout, linear
 
 from motet.chunked import ColumnLinear
 from motet.core.errors import UserError
@@ -32,6 +32,7 @@ from motet.models.mllm import MLLM
 from motet.models.module import ModalityModule
 from motet.models.named_weights import is_lora, is_named
 from motet.tensor_parallel import RowLinear, RowParts, SharedLinear
+from motet.transposed import TransposedLinear, is_transposed, out_first
 
 ALL_LINEAR = "all-linear"
 
@@ -126,13 +127,13 @@ class LoraLinear(Adapted, nn.Linear):
     def __init__(self, layer: nn.Linear, config: LoraConfig) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.weight, self.bias = layer.weight, layer.bias
+        self.weight, self.bias, self.is_transposed = layer.weight, layer.bias, is_transposed(layer)
         self.lora_A = _like(layer.weight, config.rank, self.in_features)
         self.lora_B = _like(layer.weight, self.out_features, config.rank)
         self.set_config(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.added(x)
+        return linear(x, out_first(self), self.bias) + self.added(x)
 
 
 class SplitLora(Adapted, SplitLinear):
@@ -265,7 +266,7 @@ def _linear_in(root: nn.Module, modules: Iterable[nn.Module]) -> dict[str, tuple
     return {
         name: (plain[f"{name}.weight"].removesuffix(".weight"), layer)
         for name, layer in root.named_modules()
-        if type(layer) is nn.Linear and id(layer) in inside and "weight" in layer._parameters
+        if type(layer) in (nn.Linear, TransposedLinear) and id(layer) in inside and "weight" in layer._parameters
     }
 
 
@@ -286,8 +287,8 @@ def _chosen(
     linear = _linear_in(root, [root] if blocks is None else blocks)
     if not linear:
         raise UserError(
-            f"{where}: {type(root).__name__} has no linear layers in its blocks, beside which adapters are (GPT-2 "
-            "multiplies by layers of another kind); train it without them."
+            f"{where}: {type(root).__name__} has no linear layers in its blocks, beside which adapters are; train it "
+            "without them."
         )
     if config.targets == ALL_LINEAR:
         return {name: layer for name, (_, layer) in linear.items()}

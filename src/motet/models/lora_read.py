@@ -25,7 +25,6 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "use_dora": (False, None),
-    "fan_in_fan_out": (False, None),
     "modules_to_save": (None, []),
     "lora_bias": (False, None),
     "target_parameters": (None, []),

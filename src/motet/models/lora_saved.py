@@ -43,7 +43,9 @@ def merged(root: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         key = f"{name}.weight"
         wide = torch.promote_types(weights[key].dtype, torch.float32)
         up, down = (weights[f"{name}.lora_{letter}.weight"].to(wide) for letter in "BA")
-        sums[key] = (weights[key].to(wide) + layer.scale * (up @ down)).to(weights[key].dtype)
+        added = layer.scale * (up @ down)
+        added = added.t() if layer.is_transposed else added
+        sums[key] = (weights[key].to(wide) + added).to(weights[key].dtype)
     return sums
 
 
@@ -58,6 +60,7 @@ def save_adapter(root: nn.Module, weights: Mapping[str, Tensor], base: str, targ
         r=config.rank,
         lora_alpha=config.full_alpha,
         lora_dropout=config.dropout,
+        fan_in_fan_out=all(layer.is_transposed for layer in layers.values()),
         use_rslora=config.rank_stabilized,
         target_modules=ends_of(root, layers),
         base_model_name_or_path=base,

@@ -20,7 +20,7 @@ from motet.core.errors import UserError
 from motet.core.workload import BACKBONE
 from motet.models.block import plain_names
 from motet.models.families.registry import Family
-from motet.models.fused import NamedRows, stored_names
+from motet.models.fused import NamedSlice, stored_names
 from motet.models.initialise import drawn
 from motet.models.load import on_meta
 from motet.models.lora import drawn_lora
@@ -91,11 +91,11 @@ def fill_parameters(
     Tied parameters stay tied. fill: whether they get their values; else they are nan.
     """
     keys = stored_names(model, plain_names(model))
-    missing: dict[str, list[tuple[int, nn.Parameter]]] = {}
+    missing: dict[str, list[tuple[NamedSlice, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
-            rows = NamedRows.of(keys[name]) or NamedRows(keys[name], 0, 0)
-            missing.setdefault(rows.name, []).append((rows.first, parameter))
+            part = NamedSlice.of(keys[name]) or NamedSlice(keys[name], 0, 0)
+            missing.setdefault(part.name, []).append((part, parameter))
     if not missing:
         return
     # All at once, before anything is drawn: between tensors that come and go they would leave the heap in pieces.
@@ -113,14 +113,15 @@ def fill_parameters(
             nn.init.constant_(value, torch.nan)
         return
     for name, source in _sources(on_meta(family, model.config), where, family, path, seed):
-        for first, parameter in missing.pop(name, ()):
-            _copy_own_rows(source, first, values[id(parameter)])
+        for part, parameter in missing.pop(name, ()):
+            _copy_own_part(source, part, values[id(parameter)])
     for name in filter(is_lora, list(missing)):
-        for first, parameter in missing.pop(name):
+        for part, parameter in missing.pop(name):
             if adapters is None:
-                _copy_own_rows(drawn_lora(parameter, where, name, seed), 0, values[id(parameter)])
+                whole = NamedSlice(name, 0, 0)  # Each part is drawn whole.
+                _copy_own_part(drawn_lora(parameter, where, name, seed), whole, values[id(parameter)])
             else:
-                _copy_own_rows(adapters[name], first, values[id(parameter)])
+                _copy_own_part(adapters[name], part, values[id(parameter)])
     if missing:
         raise UserError(f"model.{where}.path: {path} lacks {min(missing)}, which it had when the model was built.")
 
@@ -134,15 +135,16 @@ def _sources(
 
 
 @torch.no_grad()
-def _copy_own_rows(source: Source, first: int, value: Tensor) -> None:
-    """Of the source's rows from `first` on, of a DTensor the part that this rank holds; else all of the source."""
+def _copy_own_part(source: Source, of_source: NamedSlice, value: Tensor) -> None:
+    """Of a part of the source, of a DTensor the part that this rank holds; else all of the source."""
     if not isinstance(value, DTensor):
         value.copy_(source[...])
         return
-    rows, *others = _own_part(value)
-    part = (slice(first + rows.start, first + rows.stop), *others)
+    part = list(_own_part(value))
+    own, first = part[of_source.dim], of_source.first
+    part[of_source.dim] = slice(first + own.start, first + own.stop)
     if all(each.start < each.stop for each in part):
-        value.to_local().copy_(source[part])
+        value.to_local().copy_(source[tuple(part)])
 
 
 def _own_part(tensor: DTensor) -> tuple[slice, ...]:

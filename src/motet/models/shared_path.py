@@ -61,9 +61,10 @@ class SharedPath:
     def through(self, first: int, stop: int) -> Tensor:
         """What the blocks first ... stop - 1 make of hidden states."""
         module, hidden, here = self._module, self._values, self._here
-        end = module.num_encoder_blocks
+        end, parts = module.num_encoder_blocks, module.row_parts
         if first < end:
-            hidden = self._hidden_here(hidden, len(here.hidden.own))
+            if parts is None or not parts.come_in_parts:  # A part of a spare item's rows is there.
+                hidden = self._hidden_here(hidden, len(here.hidden.own))
             with module.graph_behind(hidden), here.arranged(2 * first):
                 hidden = module.encoder.through(hidden, here.sizes, first, min(stop, end), here.given)
                 if goes_on := module.goes_on(stop):
@@ -75,7 +76,8 @@ class SharedPath:
             num_rows = int(item_rows(extents).sum()) if reading is None else len(reading.rows.own)
             with here.arranged_behind(PROJECTOR):
                 hidden = module.projector.through(self._hidden_here(hidden, num_rows), extents, reading)
-        return hidden[:0] if self._shared.is_idle else hidden
+        goes_on_in_parts = parts is not None and parts.stay_in_parts
+        return hidden[:0] if self._shared.is_idle and not goes_on_in_parts else hidden
 
     def leave(self) -> Tensor:
         """What the module makes of hidden states behind all blocks."""

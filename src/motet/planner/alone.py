@@ -61,7 +61,7 @@ def bytes_alone(
         kept = {name: np.zeros(lengths.num_examples) for stage in stages for name in stage.layers}
         working: dict[str, Float64Array] = {name: np.zeros(lengths.num_examples) for name in kept}
         for stage in stages:
-            layers = list(stage_layers(plan.model, stage.layers, stage.recomputed, in_pieces=stage.in_pieces))
+            layers = list(stage_layers(plan.model, stage.layers, stage.recomputed, whole_rows=stage.has_sums))
             for placed in dict.fromkeys(layers):
                 own, tp = rows.of(placed.module, placed.layer, stage), stage.unit.tp
                 copied = rows.copied(placed.module, placed.layer, stage) * precision.compute
@@ -91,7 +91,7 @@ def fixed_bytes(plan: Plan, stages: list[PlannedStage]) -> int:
     for stage in stages:
         unit = replace(stage.unit, zero=stage.zero, shard_size=stage.shard_size)
         layers = untied(
-            tied, stage, stage_layers(plan.model, stage.layers, stage.recomputed, in_pieces=stage.in_pieces)
+            tied, stage, stage_layers(plan.model, stage.layers, stage.recomputed, whole_rows=stage.has_sums)
         )
         memory = stage_memory(unit, layers, lambda *_: 0.0, 0, precision, by_stage=by_stage)
         state, gathered = state + memory.held_bytes, max(gathered, memory.transient)

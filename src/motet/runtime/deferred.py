@@ -23,13 +23,15 @@ from torch.nn.functional import linear
 from motet.chunked import ColumnLinear
 from motet.grouped import GroupedLinear, add_weight_gradients
 from motet.tensor_parallel import RowLinear
+from motet.transposed import TransposedLinear, is_transposed, out_first
 
 
 @dataclass(frozen=True)
 class WeightProduct:
     """The gradient of a weight [out, in] from one pass, not yet computed: gradient^T rows.
 
-    rows: [n, in], the input of the layer. gradient: [n, out], that of its output.
+    rows: [n, in], the input of the layer. gradient: [n, out], that of its output. Of a weight that is stored as
+    [in, out] (`transposed.py`), each is in the other's place.
     counts: of rows by expert, where the weight has those of several, [num_experts, out, in]; (): it is one matrix.
     """
 
@@ -102,7 +104,7 @@ def _is_plain(layer: nn.Linear) -> bool:
     """Whether its `forward` is torch's, or one of this module: neither that of a subclass nor one set on the layer."""
     own = vars(layer).get("forward", None)
     is_ours = isinstance(own, partial) and own.func is _forward
-    return type(layer).forward is nn.Linear.forward and (own is None or is_ours)
+    return type(layer).forward in (nn.Linear.forward, TransposedLinear.forward) and (own is None or is_ours)
 
 
 def _forward(layer: nn.Linear, deferred: DeferredWeights, has_bias: bool, x: Tensor) -> Tensor:
@@ -112,27 +114,31 @@ def _forward(layer: nn.Linear, deferred: DeferredWeights, has_bias: bool, x: Ten
     if not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf) or torch.is_autocast_enabled(
         x.device.type
     ):
-        return linear(x, weight, bias)
-    return _DeferredLinear.apply(x, weight, bias, deferred)
+        return linear(x, out_first(layer), bias)
+    return _DeferredLinear.apply(x, weight, bias, layer, deferred)
 
 
 class _DeferredLinear(torch.autograd.Function):
-    """x [..., in] -> x weight^T + bias [..., out], whose backward may leave the gradient of the weight for later."""
+    """x [..., in] -> the output of a layer [..., out]; backward may leave the gradient of its weight for later."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferred: DeferredWeights) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, layer: nn.Linear, deferred: DeferredWeights
+    ) -> Tensor:
         ctx.save_for_backward(x)
         # By reference: torch.utils.checkpoint would give back a copy, whose gradient is nobody's.
-        ctx.weight, ctx.deferred = weight, deferred
-        return linear(x, weight, bias)
+        ctx.weight, ctx.layer, ctx.deferred = weight, layer, deferred
+        return linear(x, out_first(layer, weight), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,), weight = ctx.saved_tensors, ctx.weight
-        num_out, num_in = weight.shape
-        of_x = gradient @ weight if ctx.needs_input_grad[0] else None
+        matrix = out_first(ctx.layer, weight)
+        num_out, num_in = matrix.shape
+        of_x = gradient @ matrix if ctx.needs_input_grad[0] else None
         rows, of_rows = x.reshape(-1, num_in), gradient.reshape(-1, num_out)
         of_bias = of_rows.sum(0) if ctx.needs_input_grad[2] else None
-        of_weight = None if ctx.deferred.waits(weight, rows, of_rows) else of_rows.t() @ rows
-        return of_x, of_weight, of_bias, None
+        read, made = (of_rows, rows) if is_transposed(ctx.layer) else (rows, of_rows)
+        of_weight = None if ctx.deferred.waits(weight, read, made) else made.t() @ read
+        return of_x, of_weight, of_bias, None, None

@@ -103,9 +103,9 @@ class Place:
         return tuple((unit, tuple(modules)) for unit, modules in of_units.values())
 
     @property
-    def in_pieces(self) -> set[str]:
-        """The modules here of whose passes parts run apart from each other (`PlannedStage.in_pieces`)."""
-        return {name for stage in self.stages.values() if stage.in_pieces for name in stage.layers}
+    def with_sums(self) -> set[str]:
+        """The modules here whose sums over tensor-parallel ranks are apart (`PlannedStage.has_sums`)."""
+        return {name for stage in self.stages.values() if stage.has_sums for name in stage.layers}
 
     @property
     def recomputed(self) -> dict[str, int]:

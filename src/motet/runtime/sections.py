@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
@@ -40,10 +41,15 @@ class CuttableEncoder(Protocol):
     """An encoder with its projector, whole or in parts; the parts in turn do what the whole does.
 
     row_parts: as of `CuttableBackbone`.
+    num_encoder_blocks: how many of the blocks are the encoder's; those behind are its projector's.
+    goes_on:   whether `through` up to a block also runs what stands before a projector's blocks.
     """
 
     blocks: Sequence[CuttableBlock]
     row_parts: RowParts | None
+    num_encoder_blocks: int
+
+    def goes_on(self, stop: int) -> bool: ...
 
     def __call__(self, values: Tensor, sizes: Tensor, shared: SharedItems | None = None) -> Tensor: ...
     def enter(self, values: Tensor, sizes: Tensor, shared: SharedItems | None = None) -> Tensor: ...
@@ -110,6 +116,8 @@ class BlockSpan:
     gives:        the generator to which it gives the backbone's rows at its queries or of turns; "" for any other.
     makes:        it is of a generator: what that takes in is what it is given, and goes by its own name.
     has_backward: whether any parameter of the module is updated, or a gradient of what it takes in is needed.
+    comes_on, goes_on: of an encoder that tensor-parallel ranks share, the stage's section before it, or behind it, is
+                  of its blocks, too: between them each rank may have a part of the rows.
     """
 
     module: str
@@ -128,6 +136,8 @@ class BlockSpan:
     gives: str = ""
     makes: bool = False
     has_backward: bool = True
+    comes_on: bool = False
+    goes_on: bool = False
 
     @property
     def output(self) -> str:
@@ -156,6 +166,23 @@ def spans_of(stage: PlannedStage, model: ModelSpec) -> Iterator[BlockSpan]:
 
     Raises ArgumentError for parts of passes that are no blocks and no halves of blocks.
     """
+    spans = list(_spans_of(stage, model))
+    joined = [_is_joined(stage, *pair) for pair in pairwise(spans)]
+    for span, comes_on, goes_on in zip(spans, [False, *joined], [*joined, False], strict=True):
+        yield replace(span, comes_on=comes_on, goes_on=goes_on)
+
+
+def _is_joined(stage: PlannedStage, span: BlockSpan, behind: BlockSpan) -> bool:
+    """Whether rows between two sections may stay in parts: both are of blocks of an encoder.
+
+    Where its sums are apart, rows are whole: each gather would be waited for, where now a whole sum is beside the row.
+    """
+    can_stay = stage.unit.tp > 1 and not (span.makes or stage.has_sums)
+    is_encoder = span.module == behind.module != BACKBONE
+    return can_stay and is_encoder and span.first < span.stop and behind.first < behind.stop
+
+
+def _spans_of(stage: PlannedStage, model: ModelSpec) -> Iterator[BlockSpan]:
     for number, part in enumerate(parts_of(stage, model)):
         spans = list(_spans_of_part(part, model))
         if part.begins_inside:
@@ -278,9 +305,19 @@ class Section:
         (values, sizes), shared = inputs[:2], inputs[2:]
         hidden = module.enter(values, sizes, *shared) if span.enters else taken[span.module]
         if span.first < span.stop:
-            with halved(module, span):
+            with halved(module, span), self._in_parts(module):
                 hidden = module.through(hidden, sizes, span.first, span.stop, *shared)
         return module.leave(hidden, sizes, *shared) if span.leaves else hidden
+
+    def _in_parts(self, module: CuttableEncoder) -> AbstractContextManager[None]:
+        """In which the blocks run: rows stay as they are between sections, but for those of a projector's blocks."""
+        span = self.span
+        if not (span.comes_on or span.goes_on):
+            return nullcontext()
+        parts, end = module.row_parts, module.num_encoder_blocks
+        assert parts is not None, "tensor-parallel ranks share its products"
+        stay = span.goes_on and span.stop <= end and not module.goes_on(span.stop)
+        return parts.handed(come=span.comes_on and span.first < end, stay=stay)
 
     def _run_generator(self, batch: RankBatch, taken: dict[str, Tensor]) -> Tensor:
         span, name, module = self.span, self.span.module, cast(CuttableGenerator, self._module)

@@ -394,9 +394,7 @@ def _filled(layout: Layout, program: Program, fills: Sequence[Fill]) -> tuple[Pr
             num_parts[action.stage] = max(num_parts[action.stage], action.part + 1)
     stages = [stage for _, pipeline_stages in pipelines for stage in pipeline_stages]
     first, model = program.num_stages, layout.plan.model
-    in_parts = [
-        replace(stage, num_parts=num, in_pieces=num > 1) for stage, num in zip(stages, num_parts[first:], strict=True)
-    ]
+    in_parts = [replace(stage, num_parts=num) for stage, num in zip(stages, num_parts[first:], strict=True)]
     return filled, [replace(stage, has_sums=stage.num_parts == parts_with_sums(stage, model)) for stage in in_parts]
 
 

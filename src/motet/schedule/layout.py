@@ -65,9 +65,8 @@ class PlannedStage:
     has_halves:   whether the parts are halves of layers and their communication (LAYER_PARTS). Such passes run in one
                   call.
     has_sums:     whether the parts are those of an encoder whose sums over tensor-parallel ranks are apart
-                  (`parts_with_sums`).
-    in_pieces:    whether parts of a pass run apart from each other, as of encoders in bubbles. Their tensor-parallel
-                  ranks then have all rows between branches: parts would have to come together at each cut.
+                  (`parts_with_sums`). These ranks then have all rows between branches: of a sum of parts of the rows
+                  half would be waited for, where they are gathered.
     index:        its index among the stages of its unit.
     begins_inside, ends_inside: of a part of a stage (`parts_of`): it is without the first half of its first block, and
                   without the second half of its last one.
@@ -96,7 +95,6 @@ class PlannedStage:
     num_parts: int = 1
     has_halves: bool = False
     has_sums: bool = False
-    in_pieces: bool = False
     index: int = 0
     begins_inside: bool = False
     ends_inside: bool = False

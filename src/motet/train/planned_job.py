@@ -288,7 +288,7 @@ def divide_part(model: MLLM, place: Place, groups: UnitGroups) -> None:
     for unit, modules in place.units:
         if (group := groups.tensor.get(unit.name)) is not None:
             ranks = TensorRanks(group, place.t_of(unit), unit.tp, groups.sent, chunks, groups.copies.get(group))
-            divide(model, dict.fromkeys(modules, ranks), place.in_pieces)
+            divide(model, dict.fromkeys(modules, ranks), place.with_sums)
 
 
 def divide_whole(model: MLLM, mesh: Mesh) -> tuple[dict[str, int], list[str]]:

@@ -15,19 +15,19 @@ from motet.models.build import ModelConfig, build_mllm
 from motet.models.exact import keep_float64
 from motet.models.export import export_hf
 from motet.models.fused import SplitLinear
-from motet.models.lora import LoraConfig, LoraLinear, SplitLora, lora_layers
+from motet.models.lora import LoraConfig, LoraLinear, SplitLora, add_lora, lora_layers
 from motet.models.materialise import materialise
 from motet.models.named_weights import is_lora
 
 LENGTHS = [9, 14, 6]
-BACKBONES = ["qwen2", "llama", "mistral", "gemma2", "phi3", "olmo2"]
+BACKBONES = ["qwen2", "llama", "mistral", "gemma2", "phi3", "olmo2", "gpt2"]
 ENCODERS = ["siglip", "dinov2", "qwen2_vl", "whisper"]
 
 
 def built(tiny, lora, family="qwen2", encoder="", dtype=torch.float64, **model):
     """A model whose adapters add something: B is not 0."""
     encoders = {"image": {"family": encoder, "config": tiny.encoders[encoder]}} if encoder else {}
-    backbone = {"family": family, "config": tiny.backbone_options}
+    backbone = {"family": family, "config": tiny.options_of(family)}
     mllm = build_mllm(ModelConfig(backbone=backbone, encoders=encoders, lora=lora, **model), tiny.vocab, dtype, seed=4)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -134,7 +134,7 @@ def test_an_encoders_rows_and_gradients_are_those_of_pefts_layers(tiny, tmp_path
     assert max(map(relative, got, wanted)) < 1e-10
 
 
-@pytest.mark.parametrize("family", ["qwen2", "phi3"])
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "gpt2"])
 def test_merged_weights_give_the_same_loss_as_adapters_beside_them(tiny, tmp_path, family):
     mllm = built(tiny, {"backbone": {"rank": 4}}, family)
     export_hf(mllm, tmp_path, adapter="merged")
@@ -183,11 +183,14 @@ def test_adapters_start_at_nothing_and_do_not_depend_on_each_other(tiny):
     assert every[name].std().item() == pytest.approx((3 * tiny.dim) ** -0.5, rel=0.2)
 
 
-def test_split_products_are_those_of_the_whole(tiny):
-    mllm = built(tiny, {"backbone": {"rank": 3, "targets": ["qkv_proj"]}}, "phi3")
+@pytest.mark.parametrize(
+    ("family", "target", "widths"), [("phi3", "qkv_proj", [32, 16, 16]), ("gpt2", "c_attn", [32, 32, 32])]
+)
+def test_split_products_are_those_of_the_whole(tiny, family, target, widths):
+    mllm = built(tiny, {"backbone": {"rank": 3, "targets": [target]}}, family)
     (_, layer), _ = lora_layers(mllm.backbone.causal_lm)
     rows = torch.randn(5, layer.in_features, dtype=torch.float64)
-    split = SplitLora(layer, [32, 16, 16])
+    split = SplitLora(layer, widths)
     assert isinstance(layer, LoraLinear) and isinstance(split, SplitLinear)
     assert relative(split(rows), layer(rows)) < 1e-14
 
@@ -212,11 +215,14 @@ def test_what_is_refused(tiny):
         ValueError,
         backbone=backbone | {"train": False},
     )
-    refused(
-        r"model.lora.backbone: GPT2LMHeadModel has no linear layers in its blocks",
-        {"backbone": {"rank": 1}},
-        backbone={"family": "gpt2", "config": tiny.options_of("gpt2")},
-    )
+    of_others = build_mllm(ModelConfig(backbone=backbone), tiny.vocab)
+    for block in of_others.backbone.blocks:
+        for name, layer in list(block.named_modules()):
+            if isinstance(layer, torch.nn.Linear):
+                owner, _, key = name.rpartition(".")
+                setattr(block.get_submodule(owner), key, torch.nn.Identity())
+    with pytest.raises(UserError, match=r"model.lora.backbone: Qwen2ForCausalLM has no linear layers in its blocks"):
+        add_lora(of_others, {"backbone": LoraConfig(rank=1)}, seed=0)
     own = {"image": {"module": "parity.tiny:ToyEncoder", "args": {"row_dim": 4, "cost": "packed"}}}
     refused(r"model.lora.image: 'image' is a module of your own", {"image": {"rank": 1}}, encoders=own)
     with pytest.raises(ValueError, match=r"'q_proj' is neither \"all-linear\" nor a list of names of layers"):

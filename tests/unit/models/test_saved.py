@@ -142,14 +142,17 @@ def test_backbone(tiny, family):
     check(backbone, lambda: backbone(packed, {}), np.array([300]), UNROTATED if family == "phi3" else 0)
 
 
+GPT2_NAMES = {"q_proj": "c_attn", "v_proj": "attn.c_proj", "down_proj": "mlp.c_proj"}
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2", "gpt2"])
 @pytest.mark.parametrize(
     "learns", [{"train": False}, ["q_proj", "v_proj"], ["down_proj"], ["mlp.*"], "all-linear", {"freeze": ["*.mlp.*"]}]
 )
 def test_what_gradients_of_frozen_weights_would_need_is_not_kept(tiny, family, learns):
     """As much less than where all learns as predicted, to the element: what a CPU copies beside it is in both."""
-    if family == "gpt2" and not isinstance(learns, dict):
-        return  # Its products are of another kind, which have no adapters.
+    if family == "gpt2" and isinstance(learns, list):
+        learns = [GPT2_NAMES.get(name, name) for name in learns]
     config = {
         "family": family,
         "config": OTHER_NAMES.get(family, BACKBONE) | ({"head_dim": 32} if family == "qwen3" else {}),
@@ -163,4 +166,5 @@ def test_what_gradients_of_frozen_weights_would_need_is_not_kept(tiny, family, l
         counted.append(kept_by_a_block(backbone, backbone.blocks, lambda model=backbone: model(packed, {})))
         described.append([each.layer for each in backbone.layers() if each.layer.attention][1].kept_width)
     assert counted[0] - counted[1] == 30 * (described[0] - described[1])
-    assert described[1] < described[0]
+    # A LayerNorm keeps its input even where it is frozen, and adapters of all products keep all that these read.
+    assert described[1] < described[0] or (family, learns) == ("gpt2", "all-linear")

@@ -345,12 +345,12 @@ def kept_a_row(made, stage):
     """(module, layer, has backward, bytes in bf16 of a row that it keeps, and that it would if it were not recomputed).
 
     Between branches a tensor-parallel rank has a part of the rows; first products get whole ones. So do all layers of
-    encoders whose passes are cut.
+    encoders whose sums are apart.
     """
     tp, begun = stage.unit.tp, set()
     for name, layer, before, again in layers_of(made, stage):
         divided, more = layer.divided_width, 0
-        if layer.attention and (name == "backbone" or not stage.in_pieces):
+        if layer.attention and (name == "backbone" or not stage.has_sums):
             divided = layer.activation_width - 2 * layer.output_width
             has_come = name == "backbone" or stage.layers[name][0] > 0
             more = layer.output_width if has_come and name not in begun else 0

@@ -82,6 +82,10 @@ PHI3_BRANCHES = (
         "post_attention_layernorm", _numbered("mlp.gate_up_proj", 2), "mlp.down_proj", fused="mlp.gate_up_proj"
     ),
 )  # fmt: skip
+GPT2_BRANCHES = (
+    TensorBranch("ln_1", _numbered("attn.c_attn", 3), "attn.c_proj", has_heads=True, fused="attn.c_attn"),
+    TensorBranch("ln_2", ("mlp.c_fc",), "mlp.c_proj"),
+)
 MLLAMA_BRANCHES = (
     *LLAMA_BRANCHES,
     TensorBranch(

@@ -53,6 +53,7 @@ from motet.models.families.branches import (
     EVA_CLIP_BRANCHES,
     GEMMA2_BRANCHES,
     GEMMA3_BRANCHES,
+    GPT2_BRANCHES,
     INTERNVL_BRANCHES,
     LLAMA_BRANCHES,
     MLLAMA_BRANCHES,
@@ -303,7 +304,14 @@ BACKBONES = {
     "granite": Family(
         transformers.GraniteConfig, transformers.GraniteForCausalLM, branches=LLAMA_BRANCHES, text=GraniteText
     ),
-    "gpt2": Family(transformers.GPT2Config, transformers.GPT2LMHeadModel, depth="n_layer", norm="layer", text=GPT2Text),
+    "gpt2": Family(
+        transformers.GPT2Config,
+        transformers.GPT2LMHeadModel,
+        depth="n_layer",
+        norm="layer",
+        branches=GPT2_BRANCHES,
+        text=GPT2Text,
+    ),
     "opt": Family(
         transformers.OPTConfig, transformers.OPTForCausalLM, norm="layer", branches=AUDIO_BRANCHES, text=OPTText
     ),

@@ -9,10 +9,13 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from motet.core.errors import UserError
 from motet.core.shapes import BIASES, Transformer
+from motet.models.block import is_changed, is_compiled
 from motet.on_device import on_device
+from motet.transposed import TransposedLinear
 
 
 class TextModel:
@@ -119,9 +122,19 @@ class GraniteText(TextModel):
 
 
 class GPT2Text(TextModel):
-    """GPT-2: products stored the other way round, and dropout before the layers."""
+    """GPT-2: products stored the other way round, and dropout before the layers.
+
+    transformers' Conv1D becomes a linear layer with the same parameters, but where something is hung on it.
+    """
 
     norm_name = "ln_f"
+
+    def __init__(self, causal_lm: nn.Module) -> None:
+        super().__init__(causal_lm)
+        for parent in [each for layer in self.layers for each in layer.modules()]:
+            for name, child in parent.named_children():
+                if type(child) is Conv1D and not (is_changed(child) or is_compiled(child)):
+                    setattr(parent, name, TransposedLinear(child.weight, child.bias).train(child.training))
 
     @property
     def decoder(self) -> Any:

@@ -173,7 +173,7 @@ class EncoderMemory:
         module = self._job.model.module(name)
         if (index := module.halved_layer(block)) < 0:
             return 0
-        layers = stage_layers(self._job.model, {name: (block, block + 1)}, {name: 1}, in_pieces=True)
+        layers = stage_layers(self._job.model, {name: (block, block + 1)}, {name: 1}, whole_rows=True)
         placed = layers[index - module.blocks[block].start]
         rows = self._plans.layer_pricing(unit).largest_rows(name, placed.layer) / unit.cp
         compute = self._job.mixed_precision(pipeline=True).compute
@@ -186,7 +186,7 @@ class EncoderMemory:
             return float(self._plans.unscheduled_pricing.layer_pricing.work.taken_in(name).max())
 
         model, precision = self._job.model, self._job.mixed_precision(pipeline=True)
-        # Of passes that are not cut, tensor-parallel ranks keep less; which are is not known yet.
+        # Where sums are not apart, tensor-parallel ranks keep less; which are is not known yet.
         return stage_bytes(
             model,
             unit,
@@ -196,7 +196,7 @@ class EncoderMemory:
             1,
             precision,
             copies=pricing.largest_copies,
-            in_pieces=True,
+            whole_rows=True,
         )
 
     def _layers(self, name: str, first: int, stop: int) -> tuple[object, ...]:

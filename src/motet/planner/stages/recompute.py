@@ -242,18 +242,18 @@ def stage_bytes(
     precision: MixedPrecision,
     *,
     copies: CopiesOfLayer = lambda *_: 0.0,
-    in_pieces: bool = False,
+    whole_rows: bool = False,
 ) -> StageBytes:
     """The bytes of a stage of a pipeline's `unit` that holds the blocks `spans`. O(layers).
 
     taken_rows: rows of an encoder that the backbone takes in, in the largest microbatch. Others: as of
                 `stateless_bytes`.
     """
-    tied, layers = tied_at_end(model, unit, spans), stage_layers(model, spans, {}, in_pieces=in_pieces)
+    tied, layers = tied_at_end(model, unit, spans), stage_layers(model, spans, {}, whole_rows=whole_rows)
     if tied is not None:
         layers = [tied.without(placed) for placed in layers]
     state = stage_memory(unit, layers, lambda *_: 0.0, 0, precision)
-    stateless = stateless_bytes(model, unit, spans, rows, in_flight, precision, copies=copies, in_pieces=in_pieces)
+    stateless = stateless_bytes(model, unit, spans, rows, in_flight, precision, copies=copies, whole_rows=whole_rows)
     taken = taken_bytes(model, spans, precision.compute, by_stage=True)
     taken_in = in_flight * math.ceil(sum(size * taken_rows(name) for name, size in taken.items()))
     return replace(
@@ -273,14 +273,14 @@ def stateless_bytes(
     precision: MixedPrecision,
     *,
     copies: CopiesOfLayer = lambda *_: 0.0,
-    in_pieces: bool = False,
+    whole_rows: bool = False,
 ) -> StageBytes:
     """The bytes of a stage without its state, and without what sharding that takes for a while. O(layers).
 
     rows:      rows of the largest microbatch in each layer. For layers that see targets only, all of them: this
                function knows how many logits exist at once.
     in_flight: the most microbatches whose activations are kept at once.
-    copies:    as of `cost.memory.stage_memory`. in_pieces: as of `PlannedStage`.
+    copies:    as of `cost.memory.stage_memory`. whole_rows: as of `cost.memory.stage_layers`.
     """
     block = {name: _block_of_layer(model, name, span) for name, span in spans.items()}
     num_seen = dict.fromkeys(spans, 0)
@@ -294,7 +294,7 @@ def stateless_bytes(
         )
     )
     everything = {name: stop - first for name, (first, stop) in spans.items()}
-    for placed in stage_layers(model, spans, everything, in_pieces=in_pieces):
+    for placed in stage_layers(model, spans, everything, whole_rows=whole_rows):
         name, layer, needs_input, recomputed = placed[:4]
         index = block[name][num_seen[name]]
         num_seen[name] += 1

@@ -152,7 +152,7 @@ class Pricing:
 
     def layers(self, stage: PlannedStage) -> list[StageLayer]:
         """The layers of a stage, in execution order."""
-        return list(stage_layers(self.plan.model, stage.layers, stage.recomputed, in_pieces=stage.in_pieces))
+        return list(stage_layers(self.plan.model, stage.layers, stage.recomputed, whole_rows=stage.has_sums))
 
     def of_layers(self, stage: PlannedStage, layers: Sequence[StageLayer]) -> StagePrices:
         """The prices of some layers of a stage of a pipeline, [num_replicas, num_microbatches] each."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from motet.core.errors import UserError
-from motet.models.fused import NamedRows, stored_names
+from motet.models.fused import NamedSlice, stored_names
 
 Options = dict[str, float | tuple[float, ...]]
 """Option of a group -> its number or numbers, e.g. {"lr": 0.01, "betas": (0.9, 0.999)}."""
@@ -65,11 +65,11 @@ def restore_options(model: nn.Module, optimizer: torch.optim.Optimizer, stored: 
 
 
 def _names(model: nn.Module) -> dict[int, str]:
-    """The id of each weight -> its name, that of the whole tensor of which it is rows."""
+    """The id of each weight -> its name, that of the whole tensor of which it is a part."""
     keys = stored_names(model)
-    rows = {name: NamedRows.of(keys[name]) for name, _ in model.named_parameters()}
+    parts = {name: NamedSlice.of(keys[name]) for name, _ in model.named_parameters()}
     return {
-        id(weight): keys[name] if (of_whole := rows[name]) is None else of_whole.name
+        id(weight): keys[name] if (of_whole := parts[name]) is None else of_whole.name
         for name, weight in model.named_parameters()
     }
 

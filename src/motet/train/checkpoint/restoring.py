@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from motet.core.errors import JointUserError, UserError
-from motet.models.fused import NamedRows
+from motet.models.fused import NamedSlice
 from motet.models.named_weights import is_lora
 from motet.train.checkpoint.contents import Damaged, Progress, StoredTensor, read_state, read_tensors
 from motet.train.checkpoint.state import (
@@ -28,7 +28,7 @@ from motet.train.checkpoint.state import (
     weights_of,
     without_steps,
 )
-from motet.train.checkpoint.storage import Reader, StoredRows, first_line
+from motet.train.checkpoint.storage import Reader, StoredSlice, first_line
 
 
 def load(
@@ -79,8 +79,8 @@ def load_weights(
 
 def _is_adapter(key: str) -> bool:
     """Whether a tensor is of an adapter: whole, or those of its rows that a rank trains."""
-    rows = NamedRows.of(key)
-    return is_lora(key if rows is None else rows.name)
+    part = NamedSlice.of(key)
+    return is_lora(key if part is None else part.name)
 
 
 @contextmanager
@@ -102,20 +102,20 @@ def _read(
     """Read tensors in place. stored: those of the checkpoint that a model must have. Raises as `load`."""
     everywhere = _over_ranks(tensors.keys(), group)
     with together():
-        rows = {key: StoredRows(stored[of.name], of) for key in tensors if (of := _rows_in(key, stored)) is not None}
-        _check_fit(checkpoint, stored, stored | {key: each.tensor for key, each in rows.items()}, tensors, everywhere)
+        slices = {key: StoredSlice(stored[of.name], of) for key in tensors if (of := _part_in(key, stored)) is not None}
+        _check_fit(checkpoint, stored, stored | {key: each.tensor for key, each in slices.items()}, tensors, everywhere)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # As it is meant, without a group.
-            dcp.load(dict(tensors), storage_reader=Reader(checkpoint, stored, rows), process_group=group)
+            dcp.load(dict(tensors), storage_reader=Reader(checkpoint, stored, slices), process_group=group)
     except CheckpointException as error:  # Raised by all ranks if any fails; no subclass of Exception.
         raise JointUserError(f"The checkpoint {checkpoint} cannot be read: {first_line(error)}.") from error
 
 
-def _rows_in(key: str, stored: Mapping[str, StoredTensor]) -> NamedRows | None:
-    """The rows of a tensor of a checkpoint that a key asks for; None if it asks for a whole one, or for none there."""
-    rows = NamedRows.of(key)
-    return rows if rows is not None and rows.name in stored else None
+def _part_in(key: str, stored: Mapping[str, StoredTensor]) -> NamedSlice | None:
+    """The part of a tensor of a checkpoint that a key asks for; None if it asks for a whole one, or for none there."""
+    part = NamedSlice.of(key)
+    return part if part is not None and part.name in stored else None
 
 
 def _over_ranks(keys: Iterable[str], group: dist.ProcessGroup | None) -> set[str]:
@@ -136,13 +136,13 @@ def _check_fit(
 ) -> None:
     """Raise UserError for the first tensor in which a checkpoint and a model differ.
 
-    whole: the tensors of the checkpoint. stored: also rows of them. everywhere: keys of all ranks.
+    whole: the tensors of the checkpoint. stored: also parts of them. everywhere: keys of all ranks.
     """
     misfit = f"The checkpoint {checkpoint} does not fit the model"
     # Weights come before optimizer state, so that the sentence names a weight.
     if missing := [key for key in tensors if key not in stored]:
         raise UserError(f"{misfit}: it has no {describe_tensor(missing[0])}.")
-    everywhere = {key if (rows := NamedRows.of(key)) is None else rows.name for key in everywhere}
+    everywhere = {key if (part := NamedSlice.of(key)) is None else part.name for key in everywhere}
     if surplus := sorted(whole.keys() - everywhere):
         raise UserError(f"{misfit}: the model has no {describe_tensor(surplus[0])}.")
     for key, tensor in tensors.items():

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint by name: `model.<name>` for weights, `optim.<name>.<field>` for the optimizer's state.
 
 Names and shapes are those of the unsharded model, all of it but frozen weights beside LoRA adapters. What is split
-(`models/fused.py`) is named as rows of the whole, which `storage.py` puts together.
+(`models/fused.py`) is named as rows, or columns, of the whole, which `storage.py` puts together.
 
 The state of random number generators is not stored: dropout is drawn by item (`motet/dropout.py`), and each step seeds
 the generators from (run.seed, step, rank), for what else is drawn. Optimizers but SGD count the steps of each
@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
-from motet.models.fused import NamedRows, stored_names
+from motet.models.fused import NamedSlice, stored_names
 from motet.models.named_weights import is_lora
 from motet.train.optimizers import COUNTERS, slots_of
 
@@ -38,12 +38,12 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     groups = {id(each): group for group in optimizer.param_groups for each in group["params"]}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            rows = NamedRows.of(keys[name])
-            whole, of_rows = (keys[name], "") if rows is None else (rows.name, rows._replace(name="").key)
+            part = NamedSlice.of(keys[name])
+            whole, of_part = (keys[name], "") if part is None else (part.name, part._replace(name="").key)
             for field, tensor in slots_of(optimizer, parameter, groups.get(id(parameter), {})).items():
                 if field not in COUNTERS:
-                    tensors[f"{_OPTIMIZER}{whole}.{field}{of_rows}"] = tensor
-                elif rows is None or rows.first == 0:
+                    tensors[f"{_OPTIMIZER}{whole}.{field}{of_part}"] = tensor
+                elif part is None or part.first == 0:
                     tensors[f"{_OPTIMIZER}{whole}.{field}"] = tensor
     return tensors
 
@@ -80,13 +80,13 @@ def model_part(key: str) -> str:
 
 
 def share_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give rows of a tensor the number of steps of its first rows, which `tensors_of` has for all of them."""
+    """Give parts of a tensor the number of steps of its first part, which `tensors_of` has for all of them."""
     keys, counted = stored_names(model), dict[tuple[str, str], Tensor]()
     for name, parameter in model.named_parameters():
-        if (rows := NamedRows.of(keys[name])) is not None and parameter.requires_grad:
+        if (part := NamedSlice.of(keys[name])) is not None and parameter.requires_grad:
             state = optimizer.state[parameter]
             for counter in COUNTERS & state.keys():
-                state[counter].copy_(counted.setdefault((rows.name, counter), state[counter]))
+                state[counter].copy_(counted.setdefault((part.name, counter), state[counter]))
 
 
 def without_steps(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

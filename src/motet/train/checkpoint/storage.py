@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from motet.core.files import sync
-from motet.models.fused import NamedRows
+from motet.models.fused import NamedSlice
 from motet.train.checkpoint.contents import File, Shard, StoredTensor, sha256
 
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -50,30 +50,32 @@ class _Written:
 
 @dataclass(frozen=True)
 class _ShardPlace:
-    """Where a shard lies: behind so many rows of the tensor `key` of a file."""
+    """Where a shard lies: in the tensor `key` of a file, behind so many rows, or columns."""
 
     file: str
     key: str
-    first_row: int = 0
+    behind: int = 0
+    dim: int = 0
 
 
-class StoredRows:
-    """Rows of a tensor of a checkpoint, as a tensor of their own.
+class StoredSlice:
+    """Rows, or columns, of a tensor of a checkpoint, as a tensor of their own.
 
-    tensor: with the parts of its shards that have such rows. places: offsets of each -> where it lies.
+    tensor: with the parts of its shards that have some of them. places: offsets of each -> where it lies.
     """
 
-    def __init__(self, whole: StoredTensor, rows: NamedRows) -> None:
-        shards, self.places = [], dict[tuple[int, ...], _ShardPlace]()
+    def __init__(self, whole: StoredTensor, part: NamedSlice) -> None:
+        shards, self.places, dim = [], dict[tuple[int, ...], _ShardPlace](), part.dim
         for shard in whole.shards:
-            first, *others = shard.offsets
-            begin, end = max(first, rows.first), min(first + shard.shape[0], rows.stop)
+            first = shard.offsets[dim]
+            begin, end = max(first, part.first), min(first + shard.shape[dim], part.stop)
             if begin < end:
-                offsets, shape = (begin - rows.first, *others), (end - begin, *shard.shape[1:])
-                shards.append(shard.model_copy(update={"offsets": offsets, "shape": shape}))
-                self.places[offsets] = _ShardPlace(shard.file, shard.key or rows.name, begin - first)
-        num_rows = max(0, min(rows.stop, whole.shape[0]) - rows.first)
-        self.tensor = StoredTensor(dtype=whole.dtype, shape=(num_rows, *whole.shape[1:]), shards=tuple(shards))
+                offsets = _with(shard.offsets, dim, begin - part.first)
+                update = {"offsets": offsets, "shape": _with(shard.shape, dim, end - begin)}
+                shards.append(shard.model_copy(update=update))
+                self.places[offsets] = _ShardPlace(shard.file, shard.key or part.name, begin - first, dim)
+        shape = _with(whole.shape, dim, max(0, min(part.stop, whole.shape[dim]) - part.first))
+        self.tensor = StoredTensor(dtype=whole.dtype, shape=shape, shards=tuple(shards))
 
 
 class Writer(StorageWriter):
@@ -136,10 +138,12 @@ class Writer(StorageWriter):
             shards[_whole_of(result.index.fqn)].append(written.shard)
         types, shapes = dict[str, str](), dict[str, tuple[int, ...]]()
         for key, stored in metadata.state_dict_metadata.items():
-            name, rows = _whole_of(key), NamedRows.of(key)
+            name, part, shape = _whole_of(key), NamedSlice.of(key), tuple(stored.size)
             types[name] = str(stored.properties.dtype).removeprefix("torch.")
-            num_rows = max(shapes.get(name, (0,))[0], rows.stop) if rows is not None else 0
-            shapes[name] = tuple(stored.size) if rows is None else (num_rows, *stored.size[1:])
+            if part is not None:
+                known = shapes[name][part.dim] if name in shapes else 0
+                shape = _with(shape, part.dim, max(known, part.stop))
+            shapes[name] = shape
         tensors = {
             name: StoredTensor(dtype=types[name], shape=shape, shards=tuple(shards[name]))
             for name, shape in shapes.items()
@@ -155,17 +159,20 @@ class Reader(StorageReader):
     """Reads the parts of a checkpoint's tensors that a rank needs, from memory-mapped files."""
 
     def __init__(
-        self, checkpoint: Path, tensors: dict[str, StoredTensor], rows: Mapping[str, StoredRows] = MappingProxyType({})
+        self,
+        checkpoint: Path,
+        tensors: dict[str, StoredTensor],
+        slices: Mapping[str, StoredSlice] = MappingProxyType({}),
     ) -> None:
-        """rows: by key, of these tensors, which are read too."""
+        """slices: by key, of these tensors, which are read too."""
         self._checkpoint = checkpoint
-        self._tensors = tensors | {key: each.tensor for key, each in rows.items()}
+        self._tensors = tensors | {key: each.tensor for key, each in slices.items()}
         self._places = {
             (name, shard.offsets): _ShardPlace(shard.file, shard.key or name)
             for name, stored in tensors.items()
             for shard in stored.shards
         }
-        for key, each in rows.items():
+        for key, each in slices.items():
             self._places |= {(key, offsets): place for offsets, place in each.places.items()}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -223,16 +230,22 @@ def first_line(error: BaseException) -> str:
 
 def _shard(file: str, index: MetadataIndex, tensor: Tensor) -> Shard:
     offsets = tuple(index.offset or ())
-    if (rows := NamedRows.of(index.fqn)) is None:
+    if (part := NamedSlice.of(index.fqn)) is None:
         return Shard(file=file, offsets=offsets, shape=tuple(tensor.shape))
-    first, *others = offsets or (0,) * tensor.ndim
-    return Shard(file=file, offsets=(rows.first + first, *others), shape=tuple(tensor.shape), key=index.fqn)
+    offsets = offsets or (0,) * tensor.ndim
+    offsets = _with(offsets, part.dim, part.first + offsets[part.dim])
+    return Shard(file=file, offsets=offsets, shape=tuple(tensor.shape), key=index.fqn)
+
+
+def _with(sizes: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    """The sizes, or offsets, with another one in a dimension."""
+    return (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
 def _whole_of(key: str) -> str:
-    """The name of the tensor that a key names, or rows of which it names."""
-    rows = NamedRows.of(key)
-    return key if rows is None else rows.name
+    """The name of the tensor that a key names, or a part of which it names."""
+    part = NamedSlice.of(key)
+    return key if part is None else part.name
 
 
 def _in_own_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -247,8 +260,8 @@ def _in_own_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _read(stored: Any, item: ReadItem, place: _ShardPlace, planner: LoadPlanner) -> None:
     """Copy a part of a stored tensor to where DCP wants it. Raises ValueError if dtype or shape differ."""
-    behind = (place.first_row, *[0] * (len(item.storage_offsets) - 1))
-    starts = (start + rows for start, rows in zip(item.storage_offsets, behind))
+    offsets = tuple(item.storage_offsets)
+    starts = _with(offsets, place.dim, offsets[place.dim] + place.behind) if offsets else offsets
     region = tuple(slice(start, start + length) for start, length in zip(starts, item.lengths))
     target, name = planner.resolve_tensor(item).detach(), item.storage_index.fqn
     part = stored.get_slice(place.key)[region]

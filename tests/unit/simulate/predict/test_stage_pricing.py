@@ -106,7 +106,7 @@ def test_every_stage_costs_what_its_layers_and_examples_do(any_plan, learns):
 
 def parts_together(made, batch, stage, island, microbatch, islands):
     """(forward or backward, bytes) of rows of encoders that tensor-parallel ranks gather around a stage's layers."""
-    for name in stage.layers.keys() - {"backbone"} if stage.unit.tp > 1 and not stage.in_pieces else ():
+    for name in stage.layers.keys() - {"backbone"} if stage.unit.tp > 1 and not stage.has_sums else ():
         layers = [(layer, before) for of, layer, before, _ in layers_of(made, stage) if of == name and layer.attention]
         if layers:
             ends = ("forward_tensor", layers[-1][0]), *[("backward_tensor", layers[0][0])] * layers[0][1]
