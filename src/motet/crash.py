@@ -165,7 +165,7 @@ def _at(error: BaseException) -> str:
     if has_waited_in_vain(error):
         waited = f" {int(limit[1]) / 1e3:g} s" if limit else ""
         waited += "" if origin.waits_for is None else f" for rank {origin.waits_for}"
-    elif origin.module:
+    elif origin.module and not has_lost_rank(error):
         waited = f" in {origin.module},"
     return waited + (f" at {origin.action}" if origin.action else "")
 

@@ -26,14 +26,26 @@ def traceback_of(sentence):
     ("code", "said"),
     [
         ("1 / 0", "motet train: failed with ZeroDivisionError at step 2: division by zero. There is no ch"),
-        ("raise MemoryError('no room for 3 GiB')", "motet train: ran out of memory at step 2 (no room for 3 GiB). Raise"),
-        ("raise RuntimeError('CUDA out of memory. Tried')", "motet train: ran out of memory at step 2 (CUDA out of memory. Trie"),
-        ("raise OSError(28, 'No space left on device', '/x/y')", "motet train: cannot go on at step 2: /x/y: No space left on d"),
+        (
+            "raise MemoryError('no room for 3 GiB')",
+            "motet train: ran out of memory at step 2 (no room for 3 GiB). Raise",
+        ),
+        (
+            "raise RuntimeError('CUDA out of memory. Tried')",
+            "motet train: ran out of memory at step 2 (CUDA out of memory. Trie",
+        ),
+        (
+            "raise OSError(28, 'No space left on device', '/x/y')",
+            "motet train: cannot go on at step 2: /x/y: No space left on d",
+        ),
         (
             "import sys; sys.exit(0)",
             "motet train: failed with RuntimeError at step 2: sys.exit(0) was called before the end. There is n",
         ),
-        ("raise RuntimeError()", "motet train: failed with RuntimeError at step 2: no message. There is no checkpoint. The traceback is in"),
+        (
+            "raise RuntimeError()",
+            "motet train: failed with RuntimeError at step 2: no message. There is no checkpoint. The traceback is in",
+        ),
     ],
 )
 def test_an_error_in_a_step_is_one_sentence_and_a_file_in_the_run_folder(job, tmp_path, code, said):
@@ -66,8 +78,8 @@ def test_a_rank_that_ends_by_itself_is_named_and_ends_all(job, tmp_path, where):
     assert done.returncode == 3
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("motet train")]
     assert re.match(
-        r"motet train, rank 1: failed with RuntimeError at (the loading of )?step 2: sys.exit\(\) was called before the "
-        "end. There is no checkpoint. The tr",
+        r"motet train, rank 1: failed with RuntimeError at (the loading of )?step 2: sys.exit\(\) was called before "
+        "the end. There is no checkpoint. The tr",
         said,
     )
     assert "; it ends in code of your own, Meddling.begin" in said
