@@ -66,7 +66,7 @@ class Sight:
 
         Example:
             >>> from motet.core.shapes import Transformer, language_model, multimodal
-            >>> llm = language_model(Transformer(8, 16, 2, window=4, causal=True), 3, vocabulary_size=10)
+            >>> llm = language_model(Transformer(8, 16, 2, window=4, causal=True), 3, 10)
             >>> Sight.of_model(multimodal("short-sighted", llm, [])).windows
             ((4, 1),)
         """
