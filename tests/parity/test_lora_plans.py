@@ -33,10 +33,10 @@ CASES = [
     PlannedCase(chain(ALL, tp=2), lora=LORA, family="olmo2"),
 ]
 ON_KEYS = [
-    PlannedCase(units, parts=("keys",), lora=("backbone",), dropout=0.2, **options)
+    PlannedCase(units, parts=("keys",), lora=("backbone",), dropout=0.2, microbatch_size=2, **options)
     for units, options in (
         (chain(*CUT, recompute=({"image": 2, "backbone": 1}, {"backbone": 1})), {}),
-        (chain(*CUT), {"schedule": "zb_h1", "microbatch_size": 2}),
+        (chain(*CUT), {"schedule": "zb_h1"}),
         (chain(ALL, cp=2), {"left_out": 0.3}),
         (chain(ALL, tp=2, recompute=({"backbone": 2},)), {}),
     )
