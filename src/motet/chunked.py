@@ -29,11 +29,33 @@ from torch.nn.functional import linear, pad
 from motet.transposed import is_transposed, out_first
 
 if TYPE_CHECKING:
+    from motet.peer_copies import PeerCopies
     from motet.tensor_parallel import RowLinear, RowParts, TensorRanks
 
 LaterWeight = Callable[..., bool]
 """(weight, rows, gradient of the products) -> whether the gradient of the weight is computed later."""
 _Span = tuple[int, int]
+
+
+class _Collectives:
+    """Collectives of torch on a group, called as `PeerCopies` are."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+
+    def all_gather(self, every: Tensor, part: Tensor) -> Any:
+        return dist.all_gather_single(every, part, group=self._group, async_op=True)
+
+    def reduce_scatter(self, part: Tensor, every: Tensor) -> Any:
+        return dist.reduce_scatter_single(part, every, group=self._group, async_op=True)
+
+    def all_reduce(self, every: Tensor) -> Any:
+        return dist.all_reduce(every, group=self._group, async_op=True)
+
+
+def _carrier(ranks: TensorRanks) -> PeerCopies | _Collectives:
+    """What chunks travel by."""
+    return _Collectives(ranks.group) if ranks.copies is None else ranks.copies
 
 
 class RowChunks:
@@ -77,16 +99,12 @@ class RowChunks:
 
     def gathered(self, part: Tensor) -> Iterator[tuple[_Span, Tensor]]:
         """Chunks of the rows of all ranks, one by one as they arrive. part: this rank's rows [in_part, width]."""
-        part, group, copies = part.contiguous(), self.ranks.group, self.ranks.copies
+        part, carrier = part.contiguous(), _carrier(self.ranks)
         started: deque[tuple[_Span, Tensor, Any]] = deque()
         for first, stop in self.spans:
             every = part.new_empty(self.ranks.size * (stop - first), part.shape[1])
             self.ranks.count(every.nbytes)
-            if copies is None:
-                work = dist.all_gather_single(every, part[first:stop], group=group, async_op=True)
-            else:
-                work = copies.all_gather(every, part[first:stop])
-            started.append(((first, stop), every, work))
+            started.append(((first, stop), every, carrier.all_gather(every, part[first:stop])))
         while started:
             span, every, work = started.popleft()
             work.wait()
@@ -107,13 +125,8 @@ class _Sums:
         """Start the sum of a chunk, which is not used behind this."""
         ranks, in_parts = self._chunks.ranks, self._chunks.in_parts
         ranks.count(chunk.nbytes, times=1 if in_parts else 2)
-        if ranks.copies is not None:
-            copies = ranks.copies
-            work = copies.reduce_scatter(self._sum[slice(*span)], chunk) if in_parts else copies.all_reduce(chunk)
-        elif in_parts:
-            work = dist.reduce_scatter_single(self._sum[slice(*span)], chunk, group=ranks.group, async_op=True)
-        else:
-            work = dist.all_reduce(chunk, group=ranks.group, async_op=True)
+        carrier = _carrier(ranks)
+        work = carrier.reduce_scatter(self._sum[slice(*span)], chunk) if in_parts else carrier.all_reduce(chunk)
         self._started.append((span, chunk, work))
 
     def wait(self) -> Tensor:

@@ -129,21 +129,20 @@ def _sentence(error: BaseException, command: str, path: Path | None) -> str:
     where = command if origin.rank is None else f"{command}, rank {origin.rank}"
     message, report = _first_line(error), ""
     if is_out_of_memory(error):
-        what = f"ran out of memory ({message})."
+        what = f"ran out of memory{_at(error)} ({message})."
         what += f" {origin.memory_advice}" if origin.memory_advice else ""
     elif has_waited_in_vain(error):
         what = f"waited{_at(error)}, in vain{origin.others}; run.wait_limit_s is how long a rank waits."
     elif has_lost_rank(error):
         lost = origin.others or "another rank"
-        what = (
-            f"lost {lost}, which died without a word{_at(error)}; the system may have had no memory left ({message})."
-        )
+        what = f"lost {lost}, which died without a word{_at(error)}; the system may have had no memory left."
     elif isinstance(error, OSError) and error.errno in _SURROUNDINGS:
-        what = f"cannot go on: {f'{error.filename}: ' if error.filename else ''}{error.strerror}."
+        what = f"cannot go on{_at(error)}: {f'{error.filename}: ' if error.filename else ''}{error.strerror}."
     else:
         own = _own_code(error)
-        what = f"failed with {type(error).__name__}: {message}."
+        what = f"failed with {type(error).__name__}{_at(error)}: {message}."
         report = own or "; please report it, if it is Motet's fault"
+    what += f" {origin.saved}" if origin.saved else ""
     return f"{where}: {what}" if path is None else f"{where}: {what} The traceback is in {path}{report}."
 
 
@@ -161,11 +160,13 @@ def _own_code(error: BaseException) -> str:
 
 
 def _at(error: BaseException) -> str:
-    """Where a rank lost another, or waited for it, how long and for whom, as far as it is known."""
+    """What a rank did as it failed, and in which module; if it waited, how long and for whom; as far as it is known."""
     origin, limit, waited = origin_of(error), re.search(r"(\d+) ?ms", str(error)), ""
     if has_waited_in_vain(error):
         waited = f" {int(limit[1]) / 1e3:g} s" if limit else ""
         waited += "" if origin.waits_for is None else f" for rank {origin.waits_for}"
+    elif origin.module and not has_lost_rank(error):
+        waited = f" in {origin.module},"
     return waited + (f" at {origin.action}" if origin.action else "")
 
 

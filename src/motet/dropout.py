@@ -17,7 +17,7 @@ item says is refused. Other random numbers (noise of a user's own module) come f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import local
 from typing import Any, NamedTuple
@@ -170,6 +170,27 @@ def some_rows(rows: ItemRows) -> Iterator[None]:
     finally:
         if draws is not None:
             draws.counts = before
+
+
+@contextmanager
+def rows_into(module: nn.Module, rows: Callable[[], ItemRows]) -> Iterator[None]:
+    """In the block, what this module is given has these rows, whatever tensors around it have.
+
+    rows: is called if there is anything to draw for.
+    """
+    if _active.draws is None:
+        yield
+        return
+    there, inside = rows(), ExitStack()
+    hooks = (
+        module.register_forward_pre_hook(lambda *_: inside.enter_context(some_rows(there)) and None),
+        module.register_forward_hook(lambda *_: inside.close(), always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

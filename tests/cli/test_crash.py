@@ -11,7 +11,7 @@ from cli.meddling import Meddling, motet
 from cli.on_ranks import motet_under_agent
 from cli.test_stop import STEP, arguments
 from cli.tiny_job import losses
-from motet.core.errors import JointUserError, RankFailure, UserError, happening, is_out_of_memory, note_origin
+from motet.core.errors import JointUserError, RankFailure, UserError, is_out_of_memory, note_origin, originating
 from motet.core.own_file import import_file
 from motet.crash import PATIENCE_S, _report, _report_thread, _sentence, _write_traceback
 
@@ -25,15 +25,27 @@ def traceback_of(sentence):
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("1 / 0", "motet train: failed with ZeroDivisionError: division by zero. The traceback is in"),
-        ("raise MemoryError('no room for 3 GiB')", "motet train: ran out of memory (no room for 3 GiB). Raise run.mi"),
-        ("raise RuntimeError('CUDA out of memory. Tried')", "motet train: ran out of memory (CUDA out of memory. Trie"),
-        ("raise OSError(28, 'No space left on device', '/x/y')", "motet train: cannot go on: /x/y: No space left on d"),
+        ("1 / 0", "motet train: failed with ZeroDivisionError at step 2: division by zero. There is no ch"),
+        (
+            "raise MemoryError('no room for 3 GiB')",
+            "motet train: ran out of memory at step 2 (no room for 3 GiB). Raise",
+        ),
+        (
+            "raise RuntimeError('CUDA out of memory. Tried')",
+            "motet train: ran out of memory at step 2 (CUDA out of memory. Trie",
+        ),
+        (
+            "raise OSError(28, 'No space left on device', '/x/y')",
+            "motet train: cannot go on at step 2: /x/y: No space left on d",
+        ),
         (
             "import sys; sys.exit(0)",
-            "motet train: failed with RuntimeError: sys.exit(0) was called before the end. The t",
+            "motet train: failed with RuntimeError at step 2: sys.exit(0) was called before the end. There is n",
         ),
-        ("raise RuntimeError()", "motet train: failed with RuntimeError: no message. The traceback is in"),
+        (
+            "raise RuntimeError()",
+            "motet train: failed with RuntimeError at step 2: no message. There is no checkpoint. The traceback is in",
+        ),
     ],
 )
 def test_an_error_in_a_step_is_one_sentence_and_a_file_in_the_run_folder(job, tmp_path, code, said):
@@ -52,7 +64,7 @@ def test_of_ranks_that_fail_only_the_first_speaks(job, tmp_path):
     assert done.returncode == 3
     said = [line for line in done.stderr.splitlines() if line.startswith("motet train")]
     assert len(said) == 1
-    assert said[0].startswith("motet train, rank 1: failed with KeyError: 'x'")
+    assert said[0].startswith("motet train, rank 1: failed with KeyError at step 2: 'x'. There is no checkpoint.")
     assert "KeyError" in traceback_of(said[0])
     assert "Listens on 0100007F\n" in done.stdout, "on this machine alone, as all ranks are on it"
     # What the other rank met as a consequence is kept, and not printed.
@@ -65,8 +77,10 @@ def test_a_rank_that_ends_by_itself_is_named_and_ends_all(job, tmp_path, where):
     done = motet_under_agent(2, *arguments(job, tmp_path, *SHORT), meddling=Meddling(where, 2, 1, "exit()"))
     assert done.returncode == 3
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("motet train")]
-    assert said.startswith(
-        "motet train, rank 1: failed with RuntimeError: sys.exit() was called before the end. The tr"
+    assert re.match(
+        r"motet train, rank 1: failed with RuntimeError at (the loading of )?step 2: sys.exit\(\) was called before "
+        "the end. There is no checkpoint. The tr",
+        said,
     )
     assert "; it ends in code of your own, Meddling.begin" in said
 
@@ -186,6 +200,6 @@ def test_a_rank_that_is_lost_outside_of_an_action_is_lost_at_a_step(action, wher
     """As where its end is noticed while examples are loaded, or before the first message is waited for."""
     error = RuntimeError("Connection closed by peer [127.0.0.1]")
     note_origin(error, action=action, others="rank 1")
-    with pytest.raises(RuntimeError) as lost, happening("step 3"):
+    with pytest.raises(RuntimeError) as lost, originating(action="step 3"):
         raise error
     assert f"lost rank 1, which died without a word at {where}; the sys" in _sentence(lost.value, "motet train", None)

@@ -138,7 +138,8 @@ def test_a_file_whose_decode_never_ends_is_named_before_others_have_waited_in_va
     said = [line for line in ended.stderr.splitlines() if line.startswith("motet")]
     assert ended.returncode == 3 and len(said) == 1, (said, ended)
     assert re.match(
-        rf"motet train, rank \d: cannot go on: \S*train.jsonl, line 6: {re.escape(str(cloud))}: decoding it has not "
-        "ended in 15 s, three quarters of run.wait_limit_s; mend or remove it, or raise that. The traceback is in ",
+        r"motet train, rank \d: cannot go on at the loading of step 2: \S*train.jsonl, line 6: "
+        rf"{re.escape(str(cloud))}: decoding it has not ended in 15 s, three quarters of run.wait_limit_s; mend or "
+        "remove it, or raise that. There is no checkpoint. The traceback is in ",
         said[0],
     ), said

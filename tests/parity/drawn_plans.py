@@ -261,11 +261,10 @@ def _with_other_images(mixture: dict[str, object], numbers: tuple[int, ...]) -> 
 
 def _with_keys(mixture: dict[str, object], numbers: tuple[int, ...]) -> dict[str, object]:
     """Half of the mixtures whose encoders have no further parts, nor the backbone experts, attend to images beside the
-    sequence. Adapters that drop out there are refused.
+    sequence.
     """
     rng, parts = np.random.default_rng((*numbers, crc32(b"keys"))), mixture["parts"]
     can = {*parts} <= {"ahead", "prefix"} and mixture["family"] not in NUM_EXPERTS
-    can &= not (mixture["lora"] and mixture["dropout"])
     return mixture | {"parts": ("keys", *parts), "tied": False} if can and rng.random() < 0.5 else mixture
 
 

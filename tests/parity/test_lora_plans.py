@@ -35,10 +35,25 @@ CASES = [
     PlannedCase(chain(ALL, tp=2), lora=LORA, family="olmo2"),
     PlannedCase(chain(ALL, tp=2), lora=("backbone",), family="gpt2", dropout=0.2),
 ]
+ON_KEYS = [
+    PlannedCase(units, parts=("keys",), lora=("backbone",), dropout=0.2, microbatch_size=2, **options)
+    for units, options in (
+        (chain(*CUT, recompute=({"image": 2, "backbone": 1}, {"backbone": 1})), {}),
+        (chain(*CUT), {"schedule": "zb_h1"}),
+        (chain(ALL, cp=2), {"left_out": 0.3}),
+        (chain(ALL, tp=2, recompute=({"backbone": 2},)), {}),
+    )
+]
+"""Images are keys of a block, whose adapters drop out of what they read of both."""
 
 
 @pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({2: CASES}, {2: (1, 7)}))
 def test_two_ranks(num_ranks, cases):
+    assert_planned(num_ranks, cases)
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({2: ON_KEYS}, {2: (2,)}))
+def test_adapters_of_blocks_that_attend_to_images_beside_the_sequence(num_ranks, cases):
     assert_planned(num_ranks, cases)
 
 

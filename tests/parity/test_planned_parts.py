@@ -47,6 +47,15 @@ CASES = {
             parts=("rows", "queries"),
             fill_seed=3,
         ),
+        # A copy beside a stage in which nothing learns.
+        *(
+            PlannedCase(
+                (Unit("llm", ({"image": 2}, {"image": 1, "backbone": 3}), pp=2, replicated=("audio",), zero=zero),),
+                schedule,
+                frozen=("image encoder",),
+            )
+            for schedule, zero in (("zb_h1", 0), ("1f1b", 3))
+        ),
     ],
     3: [
         PlannedCase(

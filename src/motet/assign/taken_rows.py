@@ -144,7 +144,7 @@ def _merged_together(plan: Plan, decision: Decision, lengths: BatchLengths, repl
     """`MergeMoves` of ranks that share sequences."""
     cuts, cp = decision.cuts, plan.unit_of(BACKBONE).cp
     merges_on, merged, owners = np.full(lengths.num_examples, -1, dtype=np.int64), [], []
-    sight = Sight.of(plan.model.module(BACKBONE).layers)  # As far as lengths say it.
+    sight = Sight.of_model(plan.model)
     for replica in replicas:
         own, here = decision.whole_on(replica), merging_ranks(decision, replica, cp)
         merges_on = np.maximum(merges_on, here)

@@ -55,7 +55,9 @@ class Origin:
     speaks:        whether this rank reports it; False if another rank reports the same.
     folder:        the folder for its traceback; None is the folder for temporary files.
     memory_advice: what the user can do if memory ran out.
-    action:        what the rank executed: an action of a Program and the step, or the step alone.
+    action:        what the rank executed: an action of a Program and the step, the step alone, or its loading.
+    module:        the module of that action.
+    saved:         what of the run is saved, in a sentence.
     waits_for:     the rank that it waited for; None where all wait for all.
     others:        what is known of the other ranks, as the rest of a sentence.
     """
@@ -65,34 +67,31 @@ class Origin:
     folder: Path | None = None
     memory_advice: str = ""
     action: str = ""
+    module: str = ""
+    saved: str = ""
     waits_for: int | None = None
     others: str = ""
 
 
 @contextmanager
 def originating(**known: Any) -> Iterator[None]:
-    """Note fields of the Origin on every exception that leaves the `with` block."""
+    """Note fields of the Origin on every exception that leaves the block, unless something within has noted them."""
     try:
         yield
     except BaseException as error:
-        note_origin(error, **known)
-        raise
-
-
-@contextmanager
-def happening(action: str) -> Iterator[None]:
-    """Note what the rank does on every exception that leaves the block, unless something within has noted it."""
-    try:
-        yield
-    except Exception as error:
-        if not origin_of(error).action:
-            note_origin(error, action=action)
+        complete_origin(error, **known)
         raise
 
 
 def note_origin(error: BaseException, **known: Any) -> None:
     """Note fields of the Origin on an exception."""
     setattr(error, _ORIGIN, replace(origin_of(error), **known))
+
+
+def complete_origin(error: BaseException, **known: Any) -> None:
+    """Note those fields of the Origin on an exception that are not noted yet."""
+    noted, none = origin_of(error), Origin()
+    note_origin(error, **{key: value for key, value in known.items() if getattr(noted, key) == getattr(none, key)})
 
 
 def origin_of(error: BaseException) -> Origin:

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from motet.core.arrays import BoolArray, Int64Array
 from motet.core.attention_table import AttentionTable
-from motet.core.spec import Layer
+from motet.core.spec import Layer, ModelSpec
+from motet.core.workload import BACKBONE
 
 
 def _of_prefixes(offsets: Int64Array, targets: BoolArray) -> BoolArray:
@@ -58,6 +59,18 @@ class Sight:
         common = gcd(*counts.values())
         windows = tuple((window, count // common) for window, count in sorted(counts.items()))
         return Sight(tuple(bidirectional), prefix, windows)
+
+    @staticmethod
+    def of_model(model: ModelSpec) -> Sight:
+        """Of a model's backbone, as far as lengths say it: which rows see each other in both directions is not known.
+
+        Example:
+            >>> from motet.core.shapes import Transformer, language_model, multimodal
+            >>> llm = language_model(Transformer(8, 16, 2, window=4, causal=True), 3, 10)
+            >>> Sight.of_model(multimodal("short-sighted", llm, [])).windows
+            ((4, 1),)
+        """
+        return Sight.of(model.module(BACKBONE).layers)
 
     def together(
         self, offsets: Int64Array, targets: BoolArray, places: Mapping[str, NDArray[np.integer]]

@@ -114,7 +114,7 @@ class ContextPlace:
             name for name in sources if model.module(name).layers[-1].trainable or model.input_gradients[name][-1]
         ) | frozenset(name for name in sinks if model.moved(name)[1])
         taking = {name: Taking.of(plan, name) for name in sources | sinks}
-        sight = sight or Sight.of(model.module(BACKBONE).layers)
+        sight = sight or Sight.of_model(model)
         return ContextPlace(c, unit.cp, sources, sinks, trained, taking, config, merges, sight)
 
 

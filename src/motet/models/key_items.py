@@ -29,6 +29,7 @@ class KeyItems:
     rows:     int64 [n], those that see any, ascending. sees: bool [n], which of them stand behind an item.
     table:    who sees which keys: n rows against `num_rows` keys of each item. A row's document begins with its keys.
     numbers:  the document of each of these rows, and the row's number in it.
+    keys:     the document of each key, and its number among the keys of that.
 
     Example:
         A document of a token, an image of 4 rows of which 3 are real, and a token; then a document without an image:
@@ -38,9 +39,16 @@ class KeyItems:
     """
 
     def __init__(
-        self, rows: Int64Array, sees: BoolArray, table: AttentionTable, numbers: ItemRows, num_rows: int
+        self,
+        rows: Int64Array,
+        sees: BoolArray,
+        table: AttentionTable,
+        numbers: ItemRows,
+        keys: ItemRows,
+        num_rows: int,
     ) -> None:
-        self.rows, self.sees, self.table, self.numbers, self._num_rows = rows, sees, table, numbers, num_rows
+        self.rows, self.sees, self.table, self.numbers, self.keys = rows, sees, table, numbers, keys
+        self._num_rows = num_rows
         self._on: dict[torch.device, Staged] = {}
 
     @classmethod
@@ -71,7 +79,10 @@ class KeyItems:
         start = np.where(sees, start, np.where(steps > 0, end, first[document] * num_rows))
         keys = np.arange(len(places) * num_rows)
         table = AttentionTable(start, end, np.arange(len(rows)), keys, first[document] * num_rows)
-        return cls(rows, sees, table, ItemRows(document, rows - offsets[document]), num_rows)
+        # 3. The items of a document, one behind the other.
+        of_keys = np.repeat(np.arange(len(first)), (stop - first) * num_rows)
+        numbers = ItemRows(document, rows - offsets[document]), ItemRows(of_keys, keys - first[of_keys] * num_rows)
+        return cls(rows, sees, table, *numbers, num_rows)
 
     def items_of(self, own: Int64Array) -> Int64Array:
         """The items of which some rows of documents see any, int64 [n], ascending. own: these rows."""
@@ -87,7 +98,9 @@ class KeyItems:
         keys = (items[:, None] * self._num_rows + np.arange(self._num_rows)).reshape(-1)
         table = self.table.of(np.flatnonzero(is_here), keys)
         numbers = ItemRows(self.numbers.item[is_here], self.numbers.row[is_here])
-        return KeyItems(np.searchsorted(own, self.rows[is_here]), self.sees[is_here], table, numbers, self._num_rows)
+        of_keys = ItemRows(self.keys.item[keys], self.keys.row[keys])
+        rows = np.searchsorted(own, self.rows[is_here])
+        return KeyItems(rows, self.sees[is_here], table, numbers, of_keys, self._num_rows)
 
     @cached_property
     def extents(self) -> TableItems:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
-from motet.core.errors import ArgumentError, note_origin, origin_of
+from motet.core.errors import ArgumentError, complete_origin
 from motet.runtime.clock import ActionClock
 from motet.schedule.program import Action, Kind, Program, Row
 
@@ -131,7 +131,7 @@ class Executor:
         raise ArgumentError(f"{part} does not stand behind {self._running[1]} in the row.")
 
     def _execute(self, bound: _Bound) -> None:
-        index, action, _, handler = bound
+        index, action, module, handler = bound
         if self._before is not None:
             self._before(index, action)
         try:
@@ -139,8 +139,8 @@ class Executor:
             handler(action)
             self._end()
         except Exception as error:
-            if not origin_of(error).action:  # Else it is of what ran inside a pass.
-                note_origin(error, action=f"{action} of step {self._step + 1}")
+            # What ran inside a pass may have noted itself.
+            complete_origin(error, action=f"{action} of step {self._step + 1}", module=module)
             raise
 
     def _begin(self, bound: _Bound) -> None:

@@ -149,7 +149,7 @@ def recipe_orchestrator(
     recomputed, measured = recipe.fsdp.recomputed(spec.num_blocks), read_measured(recipe, spec)
     element_bytes = compute_dtype(recipe).itemsize
     costs = step_costs(recipe.balance, spec, recomputed, device_type, element_bytes, measured, ranks_per_node)
-    return _orchestrator(recipe.balance, spec, costs, num_ranks, Sight.of(spec.module(BACKBONE).layers))
+    return _orchestrator(recipe.balance, spec, costs, num_ranks, Sight.of_model(spec))
 
 
 def _orchestrator(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from motet.core.errors import JointUserError, Stopped, happening, originating
+from motet.core.errors import JointUserError, Stopped, complete_origin, originating
 from motet.core.files import write_whole
 from motet.core.plan_file import plan_digest
 from motet.core.timeline import Span, Timeline
@@ -166,7 +166,7 @@ class _Run:
 
     def run(self) -> None:
         """Train to the last step, evaluate, export and report. A collective."""
-        with ExitStack() as opened:
+        with self._saying_what_is_saved(), ExitStack() as opened:
             with self._on_first_rank():
                 if self.world.is_first:
                     run, config = self.recipe.run, self.recipe.model_dump(mode="json")
@@ -205,6 +205,16 @@ class _Run:
             yield
 
     @contextmanager
+    def _saying_what_is_saved(self) -> Iterator[None]:
+        """Note the newest checkpoint on an exception with which this rank ends alone; others may wait for it."""
+        try:
+            yield
+        except BaseException as error:
+            newest = self.job.checkpointer.newest
+            complete_origin(error, saved=f"The newest checkpoint is {newest}." if newest else "There is no checkpoint.")
+            raise
+
+    @contextmanager
     def _losing_nothing(self) -> Iterator[None]:
         """Save a checkpoint if the block raises JointUserError, which is then raised again. A collective."""
         try:
@@ -225,7 +235,7 @@ class _Run:
         with self._open_feed() as feed:
             ended = StepEnd.now()
             for step in range(self.first_step, recipe.run.num_steps):
-                with happening(f"step {step + 1}"):
+                with originating(action=f"step {step + 1}"):
                     ended = self._take(step, feed, ended)
 
     def _take(self, step: int, feed: Feed, ended: StepEnd) -> StepEnd:

@@ -28,7 +28,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 
-from motet.core.errors import JointUserError, RankFailure, Stopped, UserError, note_origin
+from motet.core.errors import JointUserError, RankFailure, Stopped, UserError, note_origin, origin_of
 from motet.core.heap import share_heap
 from motet.core.nodes import node_of_ranks, ranks_by_node
 from motet.core.words import counted_words
@@ -314,6 +314,7 @@ def _ending_for_all() -> Iterator[None]:
         raise
     except SystemExit as end:
         ended = RuntimeError(f"sys.exit({'' if end.code is None else repr(end.code)}) was called before the end")
+        note_origin(ended, **vars(origin_of(end)))
         raise ended.with_traceback(end.__traceback__) from end
 
 

@@ -22,7 +22,7 @@ from motet.core.arrays import Int64Array
 from motet.core.attention_table import AttentionTable
 from motet.core.shapes import Transformer, final_norm, patches
 from motet.core.spec import Layer
-from motet.dropout import some_rows
+from motet.dropout import rows_into, some_rows
 from motet.models.attention import Extents
 from motet.models.context_items import ContextItems, SharedItemRows
 from motet.models.contract import ImageRows
@@ -250,13 +250,18 @@ class _PackedCrossLayer(MllamaCrossAttentionDecoderLayer):
             return hidden_states.index_add(1, rows, absent)
         own = hidden_states.index_select(1, rows)
         with some_rows(cross_attention_mask.numbers):
-            attended, _ = self.cross_attn(
-                hidden_states=self.input_layernorm(own),
-                attention_mask=cross_attention_mask.extents,
-                cross_attention_states=cross_attention_states,
-            )
-        own = own + self.cross_attn_attn_gate.tanh() * attended
-        inner = self.mlp(self.post_attention_layernorm(own)) * sees
+            # Adapters may drop out of what they read.
+            with (
+                rows_into(self.cross_attn.k_proj, lambda: cross_attention_mask.keys),
+                rows_into(self.cross_attn.v_proj, lambda: cross_attention_mask.keys),
+            ):
+                attended, _ = self.cross_attn(
+                    hidden_states=self.input_layernorm(own),
+                    attention_mask=cross_attention_mask.extents,
+                    cross_attention_states=cross_attention_states,
+                )
+            own = own + self.cross_attn_attn_gate.tanh() * attended
+            inner = self.mlp(self.post_attention_layernorm(own)) * sees
         return hidden_states.index_copy(1, rows, own + self.cross_attn_mlp_gate.tanh() * inner)
 
 

@@ -42,7 +42,7 @@ from motet.simulate.predict.layer_pricing import LayerPricing
 from motet.simulate.predict.predict import assign_batch
 from motet.simulate.predict.stage_pricing import Pricing
 
-_MAX_DEALT = 64
+_MAX_MICROBATCHES = 64
 """Microbatches whose items are dealt out to see how evenly that can be done."""
 
 
@@ -182,7 +182,7 @@ class EncoderPlans:
             np.maximum.at(longest, cell, items.length)
             is_full = np.zeros((items.num_replicas, num), dtype=np.bool_)
             for column in (np.bincount(cell, items.length, size), longest):
-                is_full.flat[np.argsort(column, kind="stable")[-_MAX_DEALT:]] = True
+                is_full.flat[np.argsort(column, kind="stable")[-_MAX_MICROBATCHES:]] = True
             numbers = is_full.cumsum(axis=1) - 1
             taken = items.take(np.flatnonzero(is_full.flat[cell]))
             taken = replace(taken, microbatch=numbers[taken.replica, taken.microbatch].astype(np.int32))
@@ -209,7 +209,7 @@ class EncoderPlans:
             items = batch.items[name]
             first = np.flatnonzero(np.diff(items.example // size, prepend=-1))  # Examples ascend.
             spans = zip(first.tolist(), [*first[1:].tolist(), items.num_items])
-            chosen = list(spans)[:: math.ceil(len(first) / _MAX_DEALT) or 1]
+            chosen = list(spans)[:: math.ceil(len(first) / _MAX_MICROBATCHES) or 1]
             lengths = tuple([items.length[begin:end] for begin, end in chosen])
             self._known_dealt[name] = _Dealt(lengths, len(first) / math.ceil(batch.num_examples / size))
         return self._known_dealt[name]

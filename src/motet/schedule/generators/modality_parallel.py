@@ -54,7 +54,9 @@ def add_replicas(program: Program, encoders: Mapping[str, bool], stages: Sequenc
     encoders: by name, whether the encoder has a backward pass. It runs right after the stage's own.
     stages:   the stages that run them; None is all.
     The replica of encoder e beside the n-th of these stages is stage num_stages + e * len(stages) + n and feeds that
-    stage. The replicas of an encoder form a group. Raises ArgumentError for passes in parts. O(actions * encoders).
+    stage. Where that has no backward pass and the encoder has one, nothing takes the output in: the replica feeds
+    nothing, and goes back right after the stage's forward pass, as all replicas of an encoder sum their gradients.
+    The replicas of an encoder form a group. Raises ArgumentError for passes in parts. O(actions * encoders).
     """
     if not encoders:
         return program
@@ -62,9 +64,11 @@ def add_replicas(program: Program, encoders: Mapping[str, bool], stages: Sequenc
     first = {stage: program.num_stages + index for index, stage in enumerate(hosts)}
     group = 1 + max((stage.group for stage in program.stages), default=-1)
     new_stages, edges = list(program.stages), list(program.edges)
-    for number, name in enumerate(encoders):
+    going_back = {action.stage for row in program.actions for action in row if action.kind in (Kind.B, Kind.I)}
+    for number, (name, goes_back) in enumerate(encoders.items()):
         new_stages += [Stage(program.stages[stage].rank, name, group + number) for stage in hosts]
-        edges += [(first[stage] + number * len(hosts), stage) for stage in hosts]
+        fed = [stage for stage in hosts if stage in going_back or not goes_back]
+        edges += [(first[stage] + number * len(hosts), stage) for stage in fed]
     has_backward = list(encoders.values())
 
     def expanded(action: Action) -> list[Action]:
@@ -73,10 +77,12 @@ def add_replicas(program: Program, encoders: Mapping[str, bool], stages: Sequenc
         if action.part >= 0:
             raise ArgumentError(f"{action} is a part of a pass; encoders are added to whole passes.")
         replicas = [first[action.stage] + number * len(hosts) for number in range(len(encoders))]
-        if action.kind is Kind.F:
-            return [*(action._replace(stage=stage) for stage in replicas), action]
+        forward = [action._replace(stage=stage) for stage in replicas] if action.kind is Kind.F else []
+        if action.kind is Kind.F and action.stage in going_back:
+            return [*forward, action]
         reverse = zip(reversed(replicas), reversed(has_backward))
-        return [action, *(action._replace(stage=stage, kind=Kind.B) for stage, backward in reverse if backward)]
+        backward = [action._replace(stage=stage, kind=Kind.B) for stage, has_one in reverse if has_one]
+        return [*forward, action, *backward]
 
     rows = tuple(tuple(chain.from_iterable(map(expanded, row))) for row in program.actions)
     return replace(program, stages=tuple(new_stages), edges=tuple(edges), actions=rows)

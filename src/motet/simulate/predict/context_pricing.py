@@ -48,7 +48,7 @@ class ContextPricing:
         self.work, self.plan, self.assignment = work, work.plan, work.assignment
         self.cost, self.exchange = cost, exchange
         self.number_bytes = plan_precision(work.plan).compute
-        self.sight = Sight.of(work.plan.model.module(BACKBONE).layers)  # As far as lengths say it.
+        self.sight = Sight.of_model(work.plan.model)
 
     def price(self, name: str, layer: Layer) -> ContextPrice:
         """The exchange of rows between ranks in a layer's attention, [replicas * microbatches] each.

@@ -102,7 +102,7 @@ class LayerWork:
             ]
             rows = np.array([lengths.sum() for lengths in cells], dtype=np.float64)
             step = -(-len(cells) // MAX_DEALT)
-            sight = Sight.of(self.plan.model.module(BACKBONE).layers)
+            sight = Sight.of_model(self.plan.model)
             runs = np.array([num_runs(lengths, cp, sight) if len(lengths) else 0.0 for lengths in cells[::step]])
             self._known_runs[cp] = runs if step == 1 else rows * runs.sum() / max(rows[::step].sum(), 1.0)
         return self._known_runs[cp]

@@ -17,18 +17,16 @@ from motet.core.arrays import Float64Array, Int64Array
 from motet.core.exchange import moved
 from motet.core.workload import BACKBONE
 from motet.simulate.predict.exchange_seconds import evenly_moved_s
+from motet.simulate.predict.layer_work import MAX_DEALT
 
 if TYPE_CHECKING:
     from motet.simulate.predict.stage_pricing import Pricing
 
-_MAX_DEALT = 32
-"""Exchanges of a step that are priced rank by rank: dealing out the rows of a pack takes 2 ms."""
-
 
 def merge_seconds(pricing: Pricing) -> dict[str, Float64Array]:
     """Seconds of one way of each exchange, [num_replicas of the backbone, num_microbatches], by what moves: rows of
-    each encoder, and of the backbone what is merged. Of a step with many such exchanges rows are taken to lie evenly on
-    the ranks.
+    each encoder, and of the backbone what is merged. Of a step with more than MAX_DEALT such exchanges rows are taken
+    to lie evenly on the ranks.
     """
     plan, step = pricing.plan, pricing.assignment
     sequences, cp = step.modules[BACKBONE], pricing.backbone.cp
@@ -37,7 +35,7 @@ def merge_seconds(pricing: Pricing) -> dict[str, Float64Array]:
     num_exchanges = len(cut) + (shape[1] - len(cut)) * shape[0] * (cp > 1)
     entering = (name for name in plan.model.sources(BACKBONE) if 0 in plan.model.entries(name, BACKBONE))
     names = (BACKBONE, *entering)
-    if num_exchanges > _MAX_DEALT:
+    if num_exchanges > MAX_DEALT:
         return {name: evenly_moved_s(pricing, _rows_of(pricing, name), row_bytes(pricing, name)) for name in names}
     seconds = {name: np.zeros(shape) for name in names}
     for number, part in enumerate(microbatches_of(plan, step)):

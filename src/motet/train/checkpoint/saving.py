@@ -28,6 +28,7 @@ from motet.train.checkpoint.contents import (
     RunState,
     StoredTensor,
     complete_checkpoint,
+    is_checkpoint,
     name_of,
     step_named,
 )
@@ -86,6 +87,7 @@ class Checkpointer:
         self._copier = ThreadPoolExecutor(1, "copies-checkpoints")
         self._copying: Future[None] | None = None
         self._save_step: int | None = None
+        self._saved = list(line[-1:])
         # An earlier attempt may have been killed, or the store out of reach, when the last one was to be copied.
         self._is_to_copy = self._remote is not None and bool(self._line)
         if self._is_to_copy and self._is_first:
@@ -136,7 +138,14 @@ class Checkpointer:
             raise JointUserError(
                 f"The checkpoint of step {step} could not be written to {self._folder}: {first_line(error)}."
             ) from error
+        self._saved = [self._temporary.stem]
         self._is_to_copy = self._remote is not None
+
+    @property
+    def newest(self) -> str:
+        """Name of the newest whole checkpoint of this run, as far as this rank knows; "" if there is none."""
+        begun = [] if self._save_step is None else [name_of(self._save_step)]
+        return next((name for name in [*begun, *self._saved] if is_checkpoint(self._folder / name)), "")
 
     @property
     def line(self) -> list[str]:

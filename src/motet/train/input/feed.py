@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from motet.assign.whole_step import DecidedStep
 from motet.core.arrays import BoolArray, Int64Array
-from motet.core.errors import JointUserError, Stopped
+from motet.core.errors import JointUserError, Stopped, originating
 from motet.core.words import counted_words
 from motet.data.config import LoadingConfig
 from motet.data.order import ExampleOrder
@@ -41,6 +41,7 @@ _MAX_NAMED = 3
 """Examples that an error names."""
 _LOOK_EVERY_S = 0.005
 """How often a step that waits for room is looked after."""
+_MEMORY_ADVICE = "Lower data.num_workers or data.prefetch_steps, or set data.prefetch_bytes."
 
 
 @dataclass(frozen=True)
@@ -190,15 +191,17 @@ class Feed:
             # Others are started before this one is awaited, so that decoders always have work.
             started.extend(islice(starting, max(1 + self._num_ahead() - len(started), int(not started))))
             begun = started.popleft()
-            agreed = self._agree(begun)
-            if agreed is None:
-                return
-            pending, kept = agreed
-            assert begun.step is not None, "a rank whose dealing fails does not agree to go on"
-            ids = begun.step.microbatches[begun.index].ids
-            loaded = self._loading.finish(pending, kept)
-            if self._prepare:
-                loaded = replace(loaded, batch=self._prepare(loaded.batch))
+            number_of_step = 1 + steps.first_step + number // steps.microbatches
+            with originating(action=f"the loading of step {number_of_step}", memory_advice=_MEMORY_ADVICE):
+                agreed = self._agree(begun)
+                if agreed is None:
+                    return
+                pending, kept = agreed
+                assert begun.step is not None, "a rank whose dealing fails does not agree to go on"
+                ids = begun.step.microbatches[begun.index].ids
+                loaded = self._loading.finish(pending, kept)
+                if self._prepare:
+                    loaded = replace(loaded, batch=self._prepare(loaded.batch))
             step.append((loaded, ids[kept], kept))
             self._largest_bytes = max(self._largest_bytes, _media_bytes(loaded.batch))
             position += len(ids)

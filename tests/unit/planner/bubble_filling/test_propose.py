@@ -236,7 +236,7 @@ def test_few_microbatches_tell_what_the_fullest_rank_holds(cp, monkeypatch):
     unit = next(unit for plan in plans[0] for unit in plans[0].units(plan)[1:] if unit.cp == cp)
     layer = next(layer for layer in given.model.module("image").layers if layer.attention is not None)
     every = plans[0].layer_pricing(unit)
-    monkeypatch.setattr("motet.planner.bubble_filling.encoder_plans._MAX_DEALT", 4)
+    monkeypatch.setattr("motet.planner.bubble_filling.encoder_plans._MAX_MICROBATCHES", 4)
     few = plans[1].layer_pricing(unit)
     assert few.work.assignment.num_microbatches <= 8 < every.work.assignment.num_microbatches
     assert few.largest_rows("image", layer) == every.largest_rows("image", layer)

@@ -1,5 +1,7 @@
 """Encoders beside, within and before the stages of an LLM."""
 
+from dataclasses import replace
+
 import pytest
 
 from motet.core.errors import ArgumentError
@@ -59,6 +61,16 @@ def test_replicas_are_computed_just_before_the_stage():
         "rank 0: 2F0 0F0 2F1 0F1 0B0 2B0 0B1 2B1",
         "rank 1: 3F0 1F0 1B0 3B0 3F1 1F1 1B1 3B1",
     ]
+
+
+def test_replicas_go_back_beside_a_stage_that_does_not_and_feed_nothing_there():
+    """A frozen part in front: the replicas sum their gradients, and would wait for the one beside it for ever."""
+    chain = one_f_one_b(2, 2)
+    frozen = replace(chain, actions=(tuple(a for a in chain.actions[0] if a.kind is Kind.F), chain.actions[1]))
+    program = add_replicas(frozen, {"image": True, "audio": False})
+    validate(program)
+    assert str(program).splitlines()[0] == "rank 0: 2F0 4F0 0F0 2B0 2F1 4F1 0F1 2B1"
+    assert (program.sinks(2), program.sinks(3), program.sinks(4)) == ((), (1,), (0,))
 
 
 @pytest.mark.parametrize("program", [interleaved_1f1b(2, 2, 4), zb_h1(3, 5)])

@@ -261,7 +261,7 @@ def moved_away(rows, axis):
 def test_many_merges_are_priced_as_if_rows_lay_evenly(monkeypatch):
     plan = replace(plan_of(1, 4, microbatch_size=4), balance="off")
     plan = replace(plan, model=replace(plan.model, merges=True))
-    monkeypatch.setattr(merge_prices, "_MAX_DEALT", 1)
+    monkeypatch.setattr(merge_prices, "MAX_DEALT", 1)
     pricing = Pricing(plan, planned(plan), assign_step(plan, lengths_of()), Linear(plan.cluster))
     found, rows = merge_prices.merge_seconds(pricing)[BACKBONE], LENGTHS.reshape(-1, 4).sum(axis=1)
     assert found == pytest.approx((rows * WIDTH * 2 * 3 / 16 * EXCHANGE_S)[None])
