@@ -19,10 +19,15 @@ from motet.planner.bound_seconds import BACKWARD, FORWARD, BlockSeconds, Example
 from motet.planner.bound_shapes import MAX_RANKS_BY_SHAPE, Shape, ShapeKind
 from motet.planner.infeasible import tensor_degrees
 from motet.planner.job import Job
+from motet.simulate.predict.exchange_seconds import even_exchanges_s
+from motet.simulate.predict.layer_work import MAX_DEALT
 
 _EXACT_CELLS = MAX_RANKS_BY_SHAPE
 """So many numbers of cells are looked at one by one, those of any replicas; beyond them, one stands for all up to the
 next."""
+
+_MAX_DEALT_ROWS = 1 << 15
+"""A batch of at most so many rows is dealt out to context-parallel ranks, which takes some milliseconds."""
 
 
 class Cells(NamedTuple):
@@ -68,6 +73,7 @@ class PassSeconds:
             cache(self._sequences_s),
         )
         self._even, self._merged, self._floor = cache(self._even_s), cache(self._merged_s), cache(self._floor_s)
+        self._given, self._exchanged = cache(self._given_s), cache(self.seconds.exchanged)
         self._on_one, self._with_sequences = cache(self._on_one_s), cache(self._with_sequences_s)
 
     def floor_s(self, shape: Shape) -> float:
@@ -78,6 +84,14 @@ class PassSeconds:
 
     def hosted(self, shape: Shape) -> list[str]:
         return [name for name in self.num_blocks if name != BACKBONE and name not in shape.apart]
+
+    def ways(self, name: str, shape: Shape) -> list[tuple[int, int]]:
+        """TP and CP of an encoder on the ranks of the backbone's unit. In bubbles, ranks share items, and cut them, as
+        far as they do not share products.
+        """
+        if shape.kind != "bubbles":
+            return [(shape.tp, shape.cp)]
+        return [(one, shape.tp * shape.cp // one) for one in self._degrees(name) if shape.tp % one == 0]
 
     @cached_property
     def all_cells(self) -> Cells:
@@ -99,16 +113,19 @@ class PassSeconds:
         return self.seconds.even(name, tp, cp, cells, learning=learning, is_shared=is_shared)
 
     def of(self, shape: Shape, fewest: Mapping[str, int]) -> ShapePasses:
-        tp, cp, _, dp, _, kind = shape
+        tp, cp, _, dp, apart, kind = shape
         learning = kind == "data_parallel"
         blocks, beside = {BACKBONE: self._even(tp, cp, dp, learning)}, {}
+        if cp > 1 and self.by_shape and not self.cuts:
+            blocks[BACKBONE] = blocks[BACKBONE].copy()
+            for name in () if self.model.merges else self.feeding:
+                blocks[BACKBONE][:, 0] += self._given(name, tp, cp, fewest.get(name, 1))[:, None] / dp
+            if dp == 1 and not apart and self._deals_out_all:
+                blocks[BACKBONE][:, :, 0] += self._exchanged(tp, cp)
         for name in self.hosted(shape):
             if kind == "bubbles":
-                # Its ranks share items, and cut them, as far as they do not share products.
                 ways = [
-                    self._merged(name, degree, tp * cp // degree, dp, fewest[name], tp * cp == 1, False)
-                    for degree in self._degrees(name)
-                    if tp % degree == 0
+                    self._merged(name, *way, dp, fewest[name], tp * cp == 1, False) for way in self.ways(name, shape)
                 ]
                 beside[name] = np.min(ways, axis=0)
             elif self.by_shape:
@@ -136,6 +153,30 @@ class PassSeconds:
             return least[:, :, np.minimum(most - first, least.shape[2] - 1)] / dp
         merged = self._table(name, tp, cp, learning, not is_whole)[:, :, first - 1 : first] / dp
         return np.repeat(merged, len(most), axis=2)
+
+    def _given_s(self, name: str, tp: int, cp: int, cells: int) -> Float64Array:
+        """Seconds in which ranks that share sequences give each other an encoder's rows, [3], all in so many cells.
+
+        Rows lie on the ranks that made them, and go to those of their places before the backbone's first block; in
+        backward, gradients return. A cell takes a constant and as long for each row, so cells with rows count, whatever
+        each has of them. Of the groups that may share them the fastest counts. Sums of products may hide half of it.
+        """
+        layer, returns = self.model.moved(name)
+        number_bytes = self.job.mixed_precision(pipeline=True).compute
+        size_bytes = float(self.job.batch.of(name).num_tokens.sum()) * layer.output_width * number_bytes
+        to_each = np.array([size_bytes / cells / cp**2])
+        once = min(
+            float(even_exchanges_s(self.cost, self.job.cluster, to_each, ranks)[0])
+            for ranks in self.seconds.groups(tp, cp)
+        )
+        waited = 0.5 if self.seconds.beside_sums else 1.0
+        return cells * waited * once * np.array([1.0, returns, returns])
+
+    @cached_property
+    def _deals_out_all(self) -> bool:
+        """Whether what ranks exchange where they share all sequences in one cell is known, and soon found."""
+        lengths = self.job.batch.of(BACKBONE).length
+        return len(lengths) <= MAX_DEALT and int(lengths.sum()) <= _MAX_DEALT_ROWS
 
     def _padded_s(self, name: str, tp: int, learning: bool) -> Float64Array:
         return self.seconds.padded(name, tp, learning=learning)

@@ -15,14 +15,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from motet.assign.context_rows import moved_rows
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.cluster import Link
+from motet.core.context_rows import exchanged_heads
+from motet.core.sight import Sight
 from motet.core.spec import Layer
 from motet.core.workload import BACKBONE
 from motet.cost.flops import like_layer, work_of_items
 from motet.cost.memory import StageLayer, stage_layers
 from motet.cost.model import CostModel, Runs, Work, backward_seconds
 from motet.planner.job import Job
+from motet.simulate.predict.exchange_seconds import gathers_s
 
 _MAX_LENGTHS = 96
 """The lengths of a padded module by which padding is counted: of more items, neighbours count as long as the least."""
@@ -87,7 +91,7 @@ class LayerRows:
         self, order: Int64Array, dp: int, num_counts: int, *, learning: bool = False
     ) -> Float64Array:
         """[2, num_counts], as of `BlockSeconds.longest`. Cached."""
-        key = len(order), dp, num_counts, learning  # The rows are those of clusters of any size.
+        key = order.tobytes(), dp, num_counts, learning  # The rows are those of clusters of any size.
         if key not in self._shortest:
             of_examples = (self.of_examples * self.learning if learning else self.of_examples)[:, order]
             sums = [np.sort(of_examples[:, : n * dp + 1])[:, : n + 1].sum(axis=1) for n in range(num_counts)]
@@ -95,7 +99,7 @@ class LayerRows:
         return self._shortest[key]
 
     @cached_property
-    def _shortest(self) -> dict[tuple[int, int, int, bool], Float64Array]:
+    def _shortest(self) -> dict[tuple[bytes, int, int, bool], Float64Array]:
         return {}
 
 
@@ -226,9 +230,21 @@ class BlockSeconds:
         of_forward = np.divide(forward, both, out=np.zeros_like(both), where=both > 0)
         return len(blocks), found, float(np.minimum(of_forward, 1 - of_forward).min(initial=0.5))
 
-    def longest(self, name: str, tp: int, cp: int, order: Int64Array, dp: int, *, learning: bool) -> Float64Array:
+    def longest(
+        self,
+        name: str,
+        tp: int,
+        cp: int,
+        order: Int64Array,
+        dp: int,
+        *,
+        learning: bool = False,
+        is_shared: bool = False,
+    ) -> Float64Array:
         """One cell with count + 1 examples, for each count from 0, that are on one replica: of the count * dp + 1
-        longest, the shortest. order: of the examples, the longest first.
+        longest, those with the fewest rows, and the fewest pairs. order: of the examples, the longest first.
+
+        is_shared: as of `even`.
         """
         num_counts = min((len(order) - 1) // dp + 1, _MAX_SHARED)
 
@@ -237,7 +253,12 @@ class BlockSeconds:
             backward = rows.shortest_of_longest(order, dp, num_counts, learning=True) if learning else forward
             return _Work(forward, backward, np.ones((2, num_counts)))
 
-        return self._blocks(name, tp, cp, share)
+        return self._blocks(name, tp, cp, share, is_shared=is_shared)
+
+    def of_examples(self, name: str) -> Float64Array:
+        """Each example in a cell of its own on one rank, [3, num_blocks, num_examples]."""
+        ones = np.ones((2, self.job.batch.num_examples))
+        return self._blocks(name, 1, 1, lambda rows: _Work(rows.of_examples, rows.of_examples, ones))
 
     def least(self, name: str, tp: int, cp: int) -> Float64Array:
         """The smallest cell that has any rows, [3, num_blocks]."""
@@ -245,6 +266,34 @@ class BlockSeconds:
         found = self._blocks(name, tp, cp, lambda rows: _Work(rows.least[:, None], rows.least[:, None], one))
         smallest: Float64Array = found[:, :, 0]
         return smallest
+
+    def exchanged(self, tp: int, cp: int) -> Float64Array:
+        """What ranks that share all sequences in one cell exchange in the backbone's attention, [3, num_blocks].
+
+        A cell has its sequences in the batch's order, as long as no encoder has replicas of its own; so which rank has
+        which rows is known. Of the ways to exchange them the one that moves the fewest counts, and of the groups of
+        ranks the fastest.
+        """
+        (layers, counts), lengths = self._of_blocks(BACKBONE), self.job.batch.of(BACKBONE).length
+        passes, module = np.zeros((3, len(layers))), self.job.model.module(BACKBONE)
+        number_bytes, sight = self.job.mixed_precision(pipeline=True).compute, Sight.of(module.layers)
+        for number, placed in enumerate(layers):
+            attention = placed.layer.attention
+            if attention is None or module.tile_rows:
+                continue
+            heads, kv_heads = attention.num_heads // tp, max(attention.num_kv_heads // tp, 1)
+            of_keys, of_all = np.array([moved_rows(lengths, cp, attention.window, sight)], dtype=np.float64).T
+            sent, *_ = exchanged_heads("auto", of_keys, of_all, np.zeros(1), cp, heads, kv_heads)
+            size_bytes = sent * (attention.kv_width / tp / kv_heads * number_bytes * cp / (cp - 1))
+            seconds = min(float(gathers_s(self.cost, size_bytes, [ranks])[0]) for ranks in self.groups(tp, cp))
+            passes[:, number] = seconds * np.array([1.0, placed.has_backward, placed.has_backward])
+        every: Float64Array = passes @ counts.T
+        return every
+
+    def groups(self, tp: int, cp: int) -> list[range]:
+        """The groups of ranks that may share sequences, one of each kind: by its place in its first node."""
+        stop, node = self.job.cluster.num_ranks - (cp - 1) * tp, self.job.cluster.ranks_per_node
+        return [range(first, first + cp * tp, tp) for first in range(min(stop, node))]
 
     def _blocks(
         self, name: str, tp: int, cp: int, share: Callable[[LayerRows], _Work], *, is_shared: bool = False

@@ -37,7 +37,7 @@ class ShapeTerms:
         self.passes = PassSeconds(job, rows, cuts=cuts, beside_sums=beside_sums)
         self.messages = ShapeMessages(self.passes)
         self.pipelines = ShapePipelines(self.passes, self.messages)
-        self._longest = cache(self._longest_s)
+        self._longest, self._order = cache(self._longest_s), cache(self._order_of)
 
     def floor_s(self, shape: Shape) -> float:
         """Seconds that the shape's largest term is not below: all examples in one cell on one rank, divided."""
@@ -76,9 +76,8 @@ class ShapeTerms:
         waited_s = cache(lambda: [self.pipelines.seconds(shape, passes, ranks) for ranks in sharing])
 
         def communication_s() -> Float64Array:
-            # Where a rank has the whole backbone, collectives are before and behind its longest examples too.
-            is_whole = shape.pp == 1 and shape.kind != "bubbles" and "item" not in without
-            most_s = np.maximum(busy_s, self._item_s(shape)) if is_whole else busy_s
+            # Collectives are before and behind the longest examples of a replica too.
+            most_s = np.maximum(busy_s, self._load_s(shape)) if "item" not in without else busy_s
             choices = [self.messages.collectives_s(shape, passes, most_s, ranks) for ranks in sharing]
             if has_bubbles and "bubbles" not in without:
                 choices = [np.maximum(*each) for each in zip(choices, waited_s(), strict=True)]
@@ -103,23 +102,70 @@ class ShapeTerms:
         return terms
 
     def _item_s(self, shape: Shape) -> float:
+        """The longest examples: on their way through all stages, or together on the ranks of one replica."""
         if self.cuts:
             return 0.0
         if not self.passes.by_shape:
-            shared = self._longest(shape.tp, self.passes.num_ranks // shape.tp, 1, False)
+            shared = self._longest(BACKBONE, shape.tp, self.passes.num_ranks // shape.tp, 1, None)
             return float(shared[[FORWARD, INPUT], 0].sum())
-        of_counts = self._longest(shape.tp, shape.cp, shape.dp, shape.kind == "data_parallel")
-        # One example passes stage after stage; the gradients of weights may come beside it.
-        alone_s = of_counts[[FORWARD, BACKWARD if shape.pp == 1 else INPUT], 0].sum()
-        return max(float(alone_s), float((of_counts[FORWARD] + of_counts[BACKWARD]).max()) / shape.pp)
+        return max(self._way_s(shape), self._load_s(shape) + self.passes.update_s(shape, shape.num_copies))
 
-    def _longest_s(self, tp: int, cp: int, dp: int, learning: bool) -> Float64Array:
-        """[3, n]: the fewest rows of the backbone that are on one replica, in one cell."""
-        order = self._by_length if self.passes.by_shape else self._by_length[:1]
-        summed: Float64Array = self.passes.seconds.longest(BACKBONE, tp, cp, order, dp, learning=learning).sum(axis=1)
+    def _way_s(self, shape: Shape) -> float:
+        """One example passes stage after stage, its encoders one beside the other; the gradients of weights may come
+        beside that.
+        """
+        way_s = 0.0
+        for by in self._orders(shape):
+            of_modules = self._of_longest(shape, by)
+            ways = {name: float(passes[[FORWARD, INPUT], 0].sum()) for name, passes in of_modules.items()}
+            before_s = max((ways[name] for name in self.passes.feeding if name in ways), default=0.0)
+            way_s = max(way_s, ways[BACKBONE] + before_s)
+        return way_s
+
+    def _load_s(self, shape: Shape) -> float:
+        """Passes of the replica with the longest examples, on a mean rank of it."""
+        if self.cuts:
+            return 0.0
+        loads = (np.sum(list(self._of_longest(shape, by).values()), axis=0) for by in self._orders(shape))
+        return max(float((load[FORWARD] + load[BACKWARD]).max()) for load in loads) / shape.pp
+
+    def _orders(self, shape: Shape) -> tuple[tuple[str, ...] | None, ...]:
+        """The orders of examples in which the longest ones are looked at, as of `_order_of`."""
+        return (None,) if shape.kind == "data_parallel" else (None, tuple(self.passes.hosted(shape)))
+
+    def _of_longest(self, shape: Shape, by: tuple[str, ...] | None) -> dict[str, Float64Array]:
+        """By module, the examples of `_longest_s`. In a pipeline, and in its bubbles, items of encoders are on the
+        ranks of their sequence; colocated phases may have them elsewhere.
+        """
+        tp, cp, _, dp, _, kind = shape
+        if kind == "data_parallel":
+            return {BACKBONE: self._longest(BACKBONE, tp, cp, dp, by, learning=True)}
+        found = {BACKBONE: self._longest(BACKBONE, tp, cp, dp, by)}
+        for name in self.passes.hosted(shape):
+            ways = self.passes.ways(name, shape)
+            found[name] = np.min([self._longest(name, *way, dp, by, is_shared=tp * cp > 1) for way in ways], axis=0)
+        return found
+
+    def _longest_s(
+        self,
+        name: str,
+        tp: int,
+        cp: int,
+        dp: int,
+        by: tuple[str, ...] | None,
+        *,
+        learning: bool = False,
+        is_shared: bool = False,
+    ) -> Float64Array:
+        """[3, n]: the fewest rows of a module that are on one replica, in one cell. by: as of `_order_of`."""
+        order = self._order(by) if self.passes.by_shape else self._order(by)[:1]
+        found = self.passes.seconds.longest(name, tp, cp, order, dp, learning=learning, is_shared=is_shared)
+        summed: Float64Array = found.sum(axis=1)
         return summed
 
-    @cached_property
-    def _by_length(self) -> Int64Array:
-        """Examples, the longest first."""
-        return np.argsort(-self.job.batch.sequence, kind="stable")
+    def _order_of(self, by: tuple[str, ...] | None) -> Int64Array:
+        """Examples, the longest first: by their sequences, or by the seconds of these and of items of some encoders."""
+        if by is None:
+            return np.argsort(-self.job.batch.sequence, kind="stable")
+        every = (self.passes.seconds.of_examples(name)[[FORWARD, BACKWARD]] for name in (BACKBONE, *by))
+        return np.argsort(-np.sum([passes.sum(axis=(0, 1)) for passes in every], axis=0), kind="stable")

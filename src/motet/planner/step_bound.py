@@ -9,7 +9,7 @@ of these (`bound_terms.py`):
   its rows, and its padding, which is the least in the best groups of items. Padding does not count where ranks share
   items and may cut one. Stages run a backward pass of every example; data parallelism may leave some out;
 - `item`: the longest example, which one replica computes, or, of the j * dp + 1 longest, the least j + 1: some replica
-  has as many of them;
+  has as many of them. In a pipeline, and in its bubbles, it has their items of encoders too. Its update comes on top;
 - `bubbles`: a mean microbatch passes the encoders and all stages of the backbone, and comes back; all microbatches
   take turns in the backbone's last block (`bound_pipelines.py`). A rank has whole blocks, which it updates; where each
   has one stage, of neighbours, and waits for the stages before it to compute the smallest example;
@@ -19,9 +19,10 @@ of these (`bound_terms.py`):
 The bound is the least, over shapes and numbers of microbatches, of the largest of these. `memory` binds where shapes
 that would be faster cannot hold the state of the model, or only under ZeRO 3, which gathers parameters for every pass.
 
-Rows that context-parallel ranks give each other are in none of them: how many they are depends on the window, on whole
-sequences that a rank has, and on the way in which they go. Nor is most of what a pipeline waits for behind its first
-passes: cuts, and orders of examples, are free.
+Ranks that share sequences give each other the rows of encoders, which lie evenly on them, in any Plan. What they
+exchange in attention is known where one cell has all sequences (`BlockSeconds.exchanged`). Of several cells it is in no
+term: a rank may have whole sequences then, and which ones share a cell is free. Nor is most of what a pipeline waits
+for behind its first passes: cuts, and orders of examples, are free.
 
 It is proven where a layer's seconds rise with its rows and pairs, and are convex in them, but for what any row at all
 takes. Both hold of `cost.analytic`, and of a profile but for its noise.

@@ -13,6 +13,7 @@ from motet.core.errors import ArgumentError, UserError
 from motet.core.plan import Plan, Unit
 from motet.core.sampler import Sampler
 from motet.core.shapes import Transformer, connect, language_model, multimodal, vit
+from motet.core.workload import BACKBONE
 from motet.cost.analytic import Analytic
 from motet.planner.bound_passes import PassSeconds
 from motet.planner.bound_seconds import BlockSeconds, ExampleRows, LayerRows
@@ -205,6 +206,79 @@ def test_reductions_that_texts_behind_them_hide_are_not_in_the_bound():
     terms = ShapeTerms(given, ExampleRows(given)).of(shape_of(plan))
     step_s = step_s_of(plan, planned(plan), assign_batch(plan, given.batch, given.cost), given.cost)
     assert np.max(list(terms.values()), axis=0).min() <= step_s
+
+
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
+def test_no_plan_whose_ranks_share_all_sequences_in_a_few_cells_is_below_the_bound_of_its_shape(seed):
+    """Links are slow, so that exchanges of keys, and of encoders' rows, are much of a step: of one cell they count."""
+    rng, num_plans, num_alone = Random(seed), 0, 0
+    while num_alone < 6:
+        drawn = drawn_job(rng)
+        cluster = replace(drawn.cluster, intra_node=Link(rng.choice([1e8, 1e10]), rng.choice([0.0, 1e-4])))
+        drawn = replace(drawn, cluster=cluster, cost=Analytic(cluster))
+        terms, size = ShapeTerms(drawn, ExampleRows(drawn)), drawn.batch_size
+        for plan in filter(None, (drawn_plan(rng, drawn) for _ in range(12))):
+            first, *others = plan.units
+            cps = [cp for cp in (2, 3, 4, 5) if cp * first.tp * first.pp <= cluster.num_ranks]
+            if plan.schedule == "data_parallel" or others or not cps:
+                continue
+            unit = replace(first, cp=rng.choice(cps), dp=1)
+            caps = {BACKBONE: 10**6} if rng.random() < 0.3 else {}
+            microbatch = rng.choice([size, size, max(size // 2, 1)])
+            plan = replace(plan, units=(unit,), microbatch_size=microbatch, microbatch_caps=caps)
+            try:
+                check_fit(plan)
+                assignment = assign_batch(plan, drawn.batch, drawn.cost)
+                step_s = step_s_of(plan, planned(plan), assignment, drawn.cost)
+            except (UserError, ArgumentError):  # It does not fit, or its Program does not run.
+                continue
+            of_shape = np.max(list(terms.of(shape_of(plan)).values()), axis=0)
+            cells = len(np.unique(assignment.modules[BACKBONE].microbatch))
+            assert of_shape[cells - 1] <= step_s * (1 + 1e-9), plan
+            num_plans, num_alone = num_plans + 1, num_alone + (cells == 1)
+    assert num_plans >= num_alone
+
+
+def test_keys_that_ranks_exchange_in_one_cell_are_in_the_bound():
+    """On slow links a bound without them would be far below; in several cells, ranks may have whole sequences."""
+    small = on_links(job(model(frozen=True), batch_size=4, memory_mbytes=1e5), Link(1e10, 1e-5))
+    seconds, free = (ShapeTerms(each, ExampleRows(each)) for each in (small, on_links(small, Link(1e15, 0.0))))
+    shape = Shape(1, 4, 1, 1)
+    one, two = (seconds.of(shape)["work"] - free.of(shape)["work"])[:2]
+    plan = Plan(small.model, small.cluster, (Unit("all", (small.model.num_blocks,), cp=4),), 4, 4)
+    step_s = step_s_of(plan, planned(plan), assign_batch(plan, small.batch, small.cost), small.cost)
+    assert 0 < two < one / 2
+    assert 0.8 * step_s < seconds.of(shape)["communication"][0] <= step_s
+
+
+def test_rows_of_encoders_go_to_their_places_in_any_number_of_cells():
+    """Their seconds on two ranks are exact: half of each rank's half goes to the other, and its gradient comes back."""
+    bytes_per_s = 1e9
+    small, free = (on_links(job(batch_size=8, memory_mbytes=1e5), Link(speed, 0.0)) for speed in (bytes_per_s, 1e15))
+    of_cells = [ShapeTerms(each, ExampleRows(each)).of(Shape(1, 2, 1, 2))["work"][0] for each in (small, free)]
+    rows = sum(int(small.batch.of(name).num_tokens.sum()) for name in ("image", "audio"))
+    width = small.model.moved("image")[0].output_width
+    reached = bytes_per_s * small.cost.efficiency.links
+    assert of_cells[0] - of_cells[1] == pytest.approx(2 * rows * width * 2 / 4 / reached / 2, rel=1e-3)
+
+
+def test_items_of_an_example_are_on_the_ranks_of_its_sequence_unless_phases_are_colocated():
+    """One example has by far the most images: its replica computes all of them."""
+    few, many = ({"length": {"value": length}, "length_per_token": 4} for length in (40, 40000))
+    texts = {"value": 400}
+    tasks = [{"name": name, "text": texts, "items": {"image": each}} for name, each in (("few", few), ("many", many))]
+    mixed = Sampler.model_validate({"task": tasks}).workload(num_examples=64)
+    image = connect(vit("image", ENCODER, 4), 512)
+    spec = multimodal("uneven", language_model(LLM, 2, 4000), [image])
+    of_seeds = (replace(job(spec, batch_size=4, memory_mbytes=1e5), workload=mixed, seed=seed) for seed in range(1000))
+    given = next(one for one in of_seeds if (one.batch.of("image").length > 1000).sum() == 1)
+    terms = ShapeTerms(given, ExampleRows(given))
+    chain, colocated = (terms.of(Shape(1, 1, 1, 4, (), kind)) for kind in ("chain", "data_parallel"))
+    assert chain["item"].min() > 2 * chain["work"].min()
+    assert chain["item"].min() > 2 * colocated["item"].min()
+    plan = Plan(given.model, given.cluster, (Unit("all", (given.model.num_blocks,), dp=4),), 4, 1)
+    step_s = step_s_of(plan, planned(plan), assign_batch(plan, given.batch, given.cost), given.cost)
+    assert 0.8 * step_s < np.max(list(chain.values()), axis=0).min() <= step_s
 
 
 @pytest.mark.parametrize(("num_ranks", "window"), [(3, 0), (4, 0), (4, 128)])
