@@ -12,16 +12,8 @@ from pydantic import Field
 
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import ArgumentError
-from motet.core.limits import (
-    MAX_NODES,
-    MAX_PIECES,
-    MAX_RANKS,
-    Bytes,
-    BytesPerSecond,
-    NumRanks,
-    OperationsPerSecond,
-    Seconds,
-)
+from motet.core.limited import Bytes, BytesPerSecond, NumRanks, OperationsPerSecond, Seconds
+from motet.core.limits import MAX_NODES, MAX_PIECES, MAX_RANKS
 from motet.core.words import counted_words
 
 TensorTransport = Literal["collectives", "copy_engines"]

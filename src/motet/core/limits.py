@@ -3,10 +3,6 @@
 Each limit is above all real sizes, and low enough that a mistyped number does not fill the memory.
 """
 
-from typing import Annotated
-
-from pydantic import Field
-
 from motet.core.errors import UserError
 
 INT64_MAX = 2**63 - 1
@@ -38,24 +34,6 @@ MAX_RANKS = 2**20
 """The most ranks of a job."""
 MAX_EXAMPLES_TIMES_RANKS = 10**10
 """The most examples times ranks of a step that is planned or simulated; these take half a minute."""
-
-NumRanks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
-NumExamples = Annotated[int, Field(ge=1, le=MAX_EXAMPLES)]
-NumLayers = Annotated[int, Field(ge=1, le=16 * MAX_LAYERS)]
-"""A number of layers of all kinds; a transformer layer may be several layers."""
-Count = Annotated[int, Field(ge=0, le=2**40)]
-"""Any other number: elements of a row, rows of an item."""
-Parameters = Annotated[int, Field(ge=0, le=10**16)]
-"""A number of parameters of a layer; its bytes fit into 64 bits."""
-Bytes = Annotated[int, Field(ge=1, le=10**18)]
-BytesPerSecond = Annotated[float, Field(gt=0, le=1e21)]
-OperationsPerSecond = Annotated[float, Field(gt=0, le=1e24)]
-Seconds = Annotated[float, Field(ge=0, le=1e3)]
-"""The latency of a message."""
-Rate = Annotated[float, Field(ge=1e-6, le=1e12)]
-"""A rate in a setting's units: 10^12 operations, or 10^9 bytes, a second."""
-Latency = Annotated[float, Field(ge=0, le=1e9)]
-"""A latency in a setting's unit: microseconds."""
 
 
 def check_size(num_examples: int, num_ranks: int) -> None:

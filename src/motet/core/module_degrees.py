@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from motet.core.limits import NumRanks
+from motet.core.limited import NumRanks
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from motet.core.cluster import Cluster
-from motet.core.limits import MAX_RANKS, Count, NumExamples, NumRanks
+from motet.core.limited import Count, NumExamples, NumRanks
+from motet.core.limits import MAX_RANKS
 from motet.core.nodes import ranks_by_node
 from motet.core.spec import ModelSpec
 from motet.core.workload import BACKBONE

@@ -27,7 +27,8 @@ from pydantic_core import ErrorDetails
 
 from motet.core.cluster import Cluster
 from motet.core.errors import ArgumentError, UserError
-from motet.core.limits import MAX_NODES, NumRanks
+from motet.core.limited import NumRanks
+from motet.core.limits import MAX_NODES
 from motet.core.plan import Plan
 from motet.core.spec import ModelSpec
 from motet.core.text_files import KeyPath, read_json
@@ -53,13 +54,14 @@ class _NamedCluster:
     ranks_per_node: NumRanks | None = None
 
 
-class _OfPlan(BaseModel, extra="forbid", strict=True):
-    """Holds the pydantic configuration of the dataclasses in it, which have none of their own."""
+class _OfPlan(BaseModel, extra="forbid", strict=True, defer_build=True):
+    """Holds the pydantic configuration of the dataclasses in it, which have none of their own. It is built
+    when a file is read: who writes one need not wait for it."""
 
     plan: Plan
 
 
-class _OfCluster(BaseModel, extra="forbid", strict=True):
+class _OfCluster(BaseModel, extra="forbid", strict=True, defer_build=True):
     cluster: _NamedCluster
 
 

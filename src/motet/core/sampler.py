@@ -55,7 +55,7 @@ class Distribution(BaseModel):
     min, max: what samples of a log-normal distribution are clipped to.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     value: Amount | None = None
     choices: tuple[Amount, ...] = ()
@@ -117,7 +117,7 @@ class Items(BaseModel):
     segment:          items are computed in segments of this length, beyond which no row attends; None: as a whole.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     length: Distribution
     count: Distribution = Distribution(value=1)
@@ -150,7 +150,7 @@ class Task(BaseModel):
     items:  by module, the items that an example has.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     name: str = Field(min_length=1)
     text: Distribution
@@ -169,7 +169,7 @@ class Sampler(BaseModel):
     task: the tasks, at least one.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     task: tuple[Task, ...] = Field(min_length=1)
 

@@ -84,7 +84,7 @@ class _Layers(BaseModel):
     train:        whether the layers learn.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     num_layers: int = Field(gt=0, le=MAX_LAYERS)
     hidden: int = Field(gt=0, le=MAX_WIDTH)
@@ -142,7 +142,7 @@ class ProjectorShape(BaseModel):
     train:      whether it learns.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     kind: Literal["linear", "mlp"] = "mlp"
     downsample: int = Field(default=1, gt=0, le=MAX_JOINED)
@@ -204,7 +204,7 @@ class OutputProjectorShape(BaseModel):
     train: whether it learns, and with it the query tokens.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     kind: Literal["linear", "mlp"] = "mlp"
     train: bool = True
@@ -267,7 +267,7 @@ class ModelShapes(BaseModel):
     generators: those that the backbone feeds, named likewise.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
     backbone: BackboneShape
     encoders: dict[str, EncoderShape] = Field(default_factory=dict)

@@ -19,7 +19,7 @@ from pydantic import Field
 from motet.core.arrays import Int64Array
 from motet.core.cuts import CutRows
 from motet.core.errors import ArgumentError
-from motet.core.limits import Count, NumLayers, Parameters
+from motet.core.limited import Count, NumLayers, Parameters
 from motet.core.workload import BACKBONE
 
 

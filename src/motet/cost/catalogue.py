@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from motet.core.cluster import Cluster, Device, Link, TensorTransport, check_pieces
 from motet.core.errors import ArgumentError
-from motet.core.limits import MAX_NODES, MAX_PIECES, MAX_RANKS_PER_NODE, Latency, Rate
+from motet.core.limited import Latency, Rate
+from motet.core.limits import MAX_NODES, MAX_PIECES, MAX_RANKS_PER_NODE
 from motet.cost.cpu import measured_cpu
 
 PRECISIONS = ("fp8", "bf16", "fp16", "tf32", "fp32", "fp64")

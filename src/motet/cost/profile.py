@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from motet.core.errors import UserError
-from motet.core.limits import Count, NumRanks, Parameters
+from motet.core.limited import Count, NumRanks, Parameters
 from motet.core.spec import Layer, ModelSpec
 from motet.core.text_files import read_json
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 from motet.balance import ASSUMED_SPEEDS, Link, Speed
-from motet.core.limits import Latency, Rate
+from motet.core.limited import Latency, Rate
 
 
 class SpeedConfig(BaseModel):

@@ -23,12 +23,12 @@ from motet.core.spec import ModelSpec
 from motet.core.text_files import parse_toml, read_text
 from motet.core.workload import Workload
 from motet.cost.catalogue import cluster
-from motet.data.order import GlobalOrder, ListedOrder, MixedOrder
 from motet.planning.planned_recipe import read_job_recipe
 from motet.schedule import check_fills, check_fit
 
 if TYPE_CHECKING:
     from motet.data.examples import Examples
+    from motet.data.order import GlobalOrder, ListedOrder, MixedOrder
     from motet.train.recipe.recipe import Recipe
 
 
@@ -147,6 +147,7 @@ def training_order(recipe: Recipe, workload: Workload, *, is_own: bool) -> Globa
 
     is_own: whether they are those of the recipe's own data, of which alone the manifests are known.
     """
+    from motet.data.order import GlobalOrder, ListedOrder
     from motet.train.input.own_splits import order_of
 
     examples, data = workload.examples, recipe.data

@@ -28,7 +28,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
 from motet.core.errors import UserError
-from motet.core.limits import MAX_RANKS, MAX_STEPS, NumLayers
+from motet.core.limited import NumLayers
+from motet.core.limits import MAX_RANKS, MAX_STEPS
 from motet.core.words import counted_words
 from motet.runtime.casting import set_compute_types
 from motet.runtime.loss_scale import LossScale

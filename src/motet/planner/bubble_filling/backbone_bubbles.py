@@ -187,6 +187,15 @@ class BubbleRoom:
 
         return end
 
+    def tables(self, slices: Sequence[Slices]) -> list[tuple[list[float], list[float], list[int], float, int]]:
+        """What `placed` reads, for each of the slices: starts and ends of the bubbles that hold one, how many the first
+        0, 1, ... of them hold, and (slice_s, num) itself."""
+        return [
+            (*(self._tables.get(slice_s) or self._table(slice_s)), slice_s, num)
+            for slice_s, num in slices
+            if num and slice_s
+        ]
+
     def _placed(self, slice_s: float, num: int) -> Callable[[float], float]:
         if (slice_s, num) not in self._ends:
             self._ends[slice_s, num] = self._end_of(slice_s, num)

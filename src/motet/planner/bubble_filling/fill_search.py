@@ -67,7 +67,7 @@ def _earliest_through(timer: FillTimer, direction: Direction, order: range) -> P
         empty = [pipeline for pipeline, microbatches in enumerate(taken) if not microbatches]
         with_room = [pipeline for pipeline in range(len(taken)) if len(taken[pipeline]) < timer.max_microbatches]
         allowed = empty if len(empty) == num_left else with_room
-        placed = {j: direction.advanced(j, direction.ready_s[microbatch], free_s[j]) for j in allowed}
+        placed = {j: direction.through(j, direction.ready_s[microbatch : microbatch + 1], free_s[j]) for j in allowed}
         # Ties go to the first pipeline, in mirrored time to the last.
         first = min(allowed, key=lambda j: (placed[j][-1], j * order.step))
         free_s[first] = placed[first]

@@ -20,7 +20,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +30,11 @@ from motet.core.arrays import Float64Array
 from motet.planner.bubble_filling.backbone_bubbles import BackbonePipeline, BubbleRoom
 from motet.planner.bubble_filling.encoder_passes import Encoders, Passes
 from motet.schedule.program import Kind
+
+try:
+    _native: ModuleType | None = import_module("motet.planner.bubble_filling._pass_ends")
+except ModuleNotFoundError:  # Any other ImportError is a broken core, and must not be hidden.
+    _native = None
 
 Pipelines = tuple[tuple[int, ...], ...]
 """Per encoder pipeline, the microbatches that it encodes, ascending."""
@@ -100,8 +107,8 @@ class Direction:
         return placed
 
     def advanced(self, pipeline: int, begin_s: float, free_s: Ends) -> Ends:
-        """The ends of what `place` places, per rank in the order of `ranks`. Nearly all placements are asked for these
-        alone, and most again and again: a move leaves a pipeline's microbatches behind it, or before it, as they were.
+        """The ends of what `place` places, per rank in the order of `ranks`: the reference of the native core. Kept, as
+        most are asked for again: a move leaves a pipeline's microbatches behind it, or before it, as they were.
         """
         key = pipeline, begin_s, free_s
         ends_s = self._known.get(key)
@@ -113,6 +120,24 @@ class Direction:
                 begin_s = end_s + self.send_s
             ends_s = self._known[key] = tuple(placed)
         return ends_s
+
+    def through(self, pipeline: int, begins_s: Sequence[float], free_s: Ends) -> Ends:
+        """`advanced` by microbatches that are ready at begins_s, one after the other: natively (csrc/bubbles/) where
+        that is built.
+        """
+        if _native is not None:
+            ends_s: Ends = self._natively[pipeline].through(begins_s, free_s)
+            return ends_s
+        for begin_s in begins_s:
+            free_s = self.advanced(pipeline, begin_s, free_s)
+        return free_s
+
+    @cached_property
+    def _natively(self) -> list[Any]:
+        """Per pipeline, what of it the native core reads."""
+        assert _native is not None
+        ranks = [[self.bubbles[rank].tables(self.passes[pp_rank]) for pp_rank, rank in one] for one in self.ranks]
+        return [_native.PassEnds(one, self.send_s) for one in ranks]
 
     @cached_property
     def _ends(self) -> list[list[Callable[[float], float]]]:
@@ -218,14 +243,13 @@ class FillTimer:
             lead_s = self._least_lead_s(pipeline, microbatches)
             # As in `passes`, of which the ends are enough: a rank's last pass comes last.
             forward, backward = self._forward, self.backward
-            ends_s: Ends = (-lead_s,) * len(forward.ranks[pipeline])
-            for _ in microbatches:
-                ends_s = forward.advanced(pipeline, -lead_s, ends_s)
+            begins_s = (-lead_s,) * len(microbatches)
+            ends_s = forward.through(pipeline, begins_s, (-lead_s,) * len(forward.ranks[pipeline]))
             free_s = {rank: end_s for (_, rank), end_s in zip(forward.ranks[pipeline], ends_s)}
             if self.encoders.has_backward:
                 ends_s = tuple(free_s[rank] for _, rank in backward.ranks[pipeline])
-                for microbatch in microbatches:
-                    ends_s = backward.advanced(pipeline, backward.ready_s[microbatch], ends_s)
+                begins_s = tuple(backward.ready_s[microbatch] for microbatch in microbatches)
+                ends_s = backward.through(pipeline, begins_s, ends_s)
                 free_s.update((rank, end_s) for (_, rank), end_s in zip(backward.ranks[pipeline], ends_s))
             ranks = range(pipeline, self.backbone.num_ranks, self.num_pipelines)
             self._times[key] = PipelineTimes(lead_s, tuple(free_s[rank] for rank in ranks))
@@ -234,7 +258,5 @@ class FillTimer:
     def _least_lead_s(self, pipeline: int, microbatches: tuple[int, ...]) -> float:
         """The lead that remains if forward passes are as late as can be: in mirrored time, as early as can be."""
         mirrored = self.mirrored
-        ends_s: Ends = (-math.inf,) * len(mirrored.ranks[pipeline])
-        for microbatch in reversed(microbatches):
-            ends_s = mirrored.advanced(pipeline, mirrored.ready_s[microbatch], ends_s)
-        return max([0.0, *ends_s])
+        begins_s = tuple(mirrored.ready_s[microbatch] for microbatch in reversed(microbatches))
+        return max([0.0, *mirrored.through(pipeline, begins_s, (-math.inf,) * len(mirrored.ranks[pipeline]))])

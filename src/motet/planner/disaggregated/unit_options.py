@@ -24,6 +24,7 @@ from motet.cost.memory import stage_layers, stage_memory
 from motet.planner.disaggregated.allocation import UnitOptions
 from motet.planner.infeasible import tensor_degrees
 from motet.planner.job import BlockCosts, Job
+from motet.planner.stages.partition import slowest_stage_s
 from motet.simulate.predict.memory import MAX_LOGITS
 
 RECOMPUTED_SHARES = {"none": (0.0,), "least": (0.0, 0.5, 1.0), "full": (1.0,)}
@@ -76,27 +77,6 @@ def unit_options(
             keys.append(np.stack([np.full(len(kept_pp), size), np.full(len(kept_pp), tp), kept_pp]))
     columns = {field: np.concatenate([part[field] for part in parts]) for field in parts[0]}
     return UnitOptions(name, side, *np.concatenate(keys, axis=1), **columns)
-
-
-def slowest_stage_s(block_s: Float64Array) -> Float64Array:
-    """The slowest stage of the best cut into 1, 2, ..., num_blocks stages: [..., num_blocks].
-
-    block_s: seconds of each block, [..., num_blocks].
-
-    Example:
-        >>> slowest_stage_s(np.array([1.0, 2.0, 3.0])).tolist()  # 1 + 2 + 3; 1 + 2 | 3; 1 | 2 | 3
-        [6.0, 3.0, 3.0]
-    """
-    num_blocks = block_s.shape[-1]
-    prefix = np.concatenate([np.zeros((*block_s.shape[:-1], 1)), block_s.cumsum(axis=-1)], axis=-1)
-    span = prefix[..., None, :] - prefix[..., :, None]
-    span = np.where(np.tri(num_blocks + 1, dtype=np.bool_), np.inf, span)
-    # best[stop]: the slowest stage of the best cut of the first `stop` blocks.
-    best, slowest = span[..., 0, :], [span[..., 0, -1]]
-    for _ in range(num_blocks - 1):
-        best = np.maximum(best[..., :, None], span).min(axis=-2)
-        slowest.append(best[..., -1])
-    return np.stack(slowest, axis=-1)
 
 
 def longest_of(values: Float64Array, most: int) -> Float64Array:

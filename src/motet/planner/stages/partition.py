@@ -13,13 +13,20 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
+from importlib import import_module
 from itertools import pairwise
+from types import ModuleType
 
 import numpy as np
 
 from motet.core.arrays import BoolArray, Float64Array, Int64Array
 from motet.core.errors import ArgumentError
 from motet.core.words import counted_words
+
+try:
+    _native: ModuleType | None = import_module("motet.planner.stages._cuts")
+except ModuleNotFoundError:  # Any other ImportError is a broken core, and must not be hidden.
+    _native = None
 
 _TOTAL_BITS = 30
 """The bits of all layers' seconds together, as integers. Integers make equal cuts compare as equal on every machine."""
@@ -62,15 +69,27 @@ def partition(
 @lru_cache(_NUM_KNOWN)
 def _partition(sums: tuple[int, ...], num_stages: int, num_chunks: int, folded: bool) -> tuple[int, ...]:
     """`partition`, of the sums of `_prefix`: a search cuts the same blocks again and again."""
+    best = best_bounds if _native is None else _native.best_cut
+    return tuple(stop - start for start, stop in pairwise(best(sums, num_stages, num_chunks, folded)))
+
+
+def best_bounds(sums: Sequence[int], num_stages: int, num_chunks: int, folded: bool) -> list[int]:
+    """The bounds of the stages of `partition`, [num_stages * num_chunks + 1], in numpy: the reference of the native
+    core (csrc/planner/).
+
+    sums: integer seconds of the first 0, 1, ... layers.
+
+    Example:
+        >>> best_bounds([0, 1, 3, 6, 7, 8, 10], 3, 1, False)
+        [0, 2, 4, 6]
+    """
     prefix = np.array(sums, dtype=np.int64)
     span = prefix[None, :] - prefix[:, None]
     empty = np.tril(np.ones_like(span, dtype=np.bool_))
     slowest = _slowest_of_best(sums, num_stages * num_chunks)
     square = np.where(empty | (span > slowest), _NEVER, span * span)
     bounds = _bounds(_least_sums(square, num_stages * num_chunks), square)
-    if num_chunks > 1:
-        bounds = _even_devices(bounds, prefix, num_stages, slowest, folded)
-    return tuple(stop - start for start, stop in pairwise(bounds))
+    return _even_devices(bounds, prefix, num_stages, slowest, folded) if num_chunks > 1 else bounds
 
 
 def slowest_stages(layer_s: Sequence[float], most: int) -> Float64Array:
@@ -92,6 +111,41 @@ def slowest_stages(layer_s: Sequence[float], most: int) -> Float64Array:
     return np.array([float(table[-1]) for table in tables]) * tick_s
 
 
+def slowest_stage_s(block_s: Float64Array) -> Float64Array:
+    """The slowest stage of the best cut into 1, 2, ..., num_blocks stages: [num_rows, num_blocks], unrounded.
+
+    block_s: seconds of each block, [num_rows, num_blocks], not negative. O(rows * blocks^3).
+
+    Example:
+        >>> slowest_stage_s(np.array([[1.0, 2.0, 3.0]])).tolist()  # 1 + 2 + 3; 1 + 2 | 3; 1 | 2 | 3
+        [[6.0, 3.0, 3.0]]
+    """
+    sums = np.concatenate([np.zeros((len(block_s), 1)), block_s.cumsum(axis=1)], axis=1)
+    if _native is None:
+        return slowest_by_sums(sums)
+    slowest = np.empty(block_s.shape)
+    _native.slowest_stages(sums, slowest)
+    return slowest
+
+
+def slowest_by_sums(sums: Float64Array) -> Float64Array:
+    """`slowest_stage_s`, of the seconds of the first 0, 1, ... blocks, [num_rows, num_blocks + 1], in numpy: the
+    reference of the native core.
+
+    Example:
+        >>> slowest_by_sums(np.array([[0.0, 1.0, 3.0, 6.0]])).tolist()
+        [[6.0, 3.0, 3.0]]
+    """
+    num_blocks = sums.shape[1] - 1
+    span = np.where(np.tri(num_blocks + 1, dtype=np.bool_), np.inf, sums[:, None, :] - sums[:, :, None])
+    # best[stop]: the slowest stage of the best cut of the first `stop` blocks.
+    best, slowest = span[:, 0], [span[:, 0, -1]]
+    for _ in range(num_blocks - 1):
+        best = np.maximum(best[:, :, None], span).min(axis=1)
+        slowest.append(best[:, -1])
+    return np.stack(slowest, axis=1)
+
+
 def _prefix(layer_s: Sequence[float], num_stages: int, num_chunks: int) -> Int64Array:
     """Integer seconds of the first 0, 1, ... layers: int64 [num_layers + 1]."""
     seconds = np.asarray(layer_s, dtype=np.float64)
@@ -109,7 +163,7 @@ def _prefix(layer_s: Sequence[float], num_stages: int, num_chunks: int) -> Int64
     return np.concatenate([np.zeros(1, dtype=np.int64), ticks.cumsum()])
 
 
-def _slowest_of_best(sums: tuple[int, ...], num_stages: int) -> int:
+def _slowest_of_best(sums: Sequence[int], num_stages: int) -> int:
     """The least limit such that num_stages stages, each filled up to it, hold all layers. sums: as of `_prefix`.
 
     Found by halving: a limit of the longest layer more than the mean always holds them.

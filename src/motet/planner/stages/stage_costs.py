@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -174,6 +175,28 @@ def stages_of(blocks: Blocks, stage: Int64Array, limits: StageLimits) -> Stages:
     return Stages(blocks, stage, len(limits.rank), recomputed, fullness / capacity, shortfall_bytes)
 
 
+class _OfRank(NamedTuple):
+    """What of a cut's blocks is a pipeline rank's. own: their numbers; the columns are of these.
+
+    rank_bytes: its state. place: [num_own], of the block's stage among the rank's.
+    """
+
+    own: Int64Array
+    rank_bytes: float
+    place: Int64Array
+    num_stages: int
+    kept_bytes: Float64Array
+    saved_bytes: Float64Array
+    start_bytes: Float64Array
+    working_bytes: Float64Array
+    recompute_working_bytes: Float64Array
+
+    def kept(self, is_recomputed: BoolArray | bool) -> Float64Array:
+        """[stages of the rank]: activations that a microbatch keeps. is_recomputed: of the rank's blocks."""
+        kept = self.kept_bytes - self.saved_bytes * is_recomputed + self.start_bytes
+        return np.bincount(self.place, kept, self.num_stages).astype(np.float64)
+
+
 class _Held:
     """What the pipeline ranks of a cut hold. recomputed: bool [num_blocks], of all blocks, here and below."""
 
@@ -187,24 +210,35 @@ class _Held:
         first, last = blocks.ends_of_backbone
         # Of weights that two stages share, a rank with both of them has what they share once.
         self._end = {} if stage[first] == stage[last] else {int(rank[end]): end for end in (last, first)}
+        self._ranks: dict[int, _OfRank] = {}
 
     def peak_bytes(self, rank: int, recomputed: BoolArray) -> float:
         """State, activations of the fullest moment, and the largest transients of a pipeline rank."""
-        own = self._own[rank]
-        is_recomputed = recomputed[own]
-        held = self.moments[rank] @ self._kept_bytes(rank, is_recomputed)
-        working = np.where(is_recomputed, self.blocks.recompute_working_bytes[own], self.blocks.working_bytes[own])
-        return self._state_bytes(rank) + float(held.max() + working.max())
+        one = self._of_rank(rank)
+        is_recomputed = recomputed[one.own]
+        held = self.moments[rank] @ one.kept(is_recomputed)
+        working = np.where(is_recomputed, one.recompute_working_bytes, one.working_bytes)
+        return one.rank_bytes + float(held.max() + working.max())
 
-    def _state_bytes(self, rank: int) -> float:
-        state_bytes = float(self.blocks.state_bytes[self._own[rank]].sum())
-        return state_bytes + float(self.blocks.apart_bytes[self._end[rank]]) if rank in self._end else state_bytes
-
-    def _kept_bytes(self, rank: int, is_recomputed: BoolArray | bool) -> Float64Array:
-        """[stages of the rank]: activations that a microbatch keeps. is_recomputed: of the rank's blocks."""
-        own, stages = self._own[rank], self._stages[rank]
-        kept = self.blocks.kept_bytes[own] - self.blocks.saved_bytes[own] * is_recomputed + self._start_bytes[own]
-        return np.bincount(np.searchsorted(stages, self.stage[own]), kept, len(stages)).astype(np.float64)
+    def _of_rank(self, rank: int) -> _OfRank:
+        """What of the blocks is a rank's: it is asked for again with each choice of recomputed blocks."""
+        if rank not in self._ranks:
+            own, stages, blocks = self._own[rank], self._stages[rank], self.blocks
+            state_bytes = float(blocks.state_bytes[own].sum())
+            if rank in self._end:
+                state_bytes += float(blocks.apart_bytes[self._end[rank]])
+            self._ranks[rank] = _OfRank(
+                own,
+                state_bytes,
+                np.searchsorted(stages, self.stage[own]),
+                len(stages),
+                blocks.kept_bytes[own],
+                blocks.saved_bytes[own],
+                self._start_bytes[own],
+                blocks.working_bytes[own],
+                blocks.recompute_working_bytes[own],
+            )
+        return self._ranks[rank]
 
     def least_recomputed(self, rank: int, capacity: float) -> BoolArray:
         """The least recomputation that makes a rank's stages fit; all of it if even that does not."""
@@ -241,12 +275,12 @@ class _Held:
 
         It is the fullest moment if nothing is recomputed. Stages of other ranks have 0.
         """
-        kept, moments, stages = self._kept_bytes(rank, False), self.moments[rank], self._stages[rank]
+        one, moments, stages = self._of_rank(rank), self.moments[rank], self._stages[rank]
+        kept = one.kept(False)
         in_flight = np.zeros(sum(map(len, self._stages)), dtype=np.int64)
         in_flight[stages] = moments[int(np.argmax(moments @ kept))]
         held = in_flight[stages] @ kept
-        idle = float(self.blocks.working_bytes[self._own[rank]].max())
-        return in_flight, self._state_bytes(rank) + float(held + idle)
+        return in_flight, one.rank_bytes + float(held + float(one.working_bytes.max()))
 
 
 def _by_module(blocks: Blocks, indices: Int64Array, in_flight: Int64Array) -> dict[str, Int64Array]:

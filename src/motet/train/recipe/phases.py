@@ -34,7 +34,7 @@ class TrainingPhase(BaseModel):
         ('projectors',)
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$",
@@ -82,14 +82,14 @@ class TrainingPhase(BaseModel):
 
 
 class _Run(BaseModel):
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", defer_build=True)
     phase: tuple[TrainingPhase, ...] = Field(min_length=1)
 
 
 class _Phased(BaseModel):
     """The tables of a recipe, of which the phases alone are looked at."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", defer_build=True)
     run: _Run
 
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from motet.core.errors import UserError
 from motet.core.text_files import KeyPath, parse_toml, read_text
-from motet.train.checkpoint.contents import CHECKPOINTS, name_of
 from motet.train.recipe.phases import check_handed_on, phases_in, tables_of_phase
 from motet.train.recipe.toml_text import key_of, set_key
 
@@ -89,6 +88,8 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> RecipeText:
 
 def _end_of(folder: Path, steps: Any) -> str:
     """The last checkpoint of a phase; where epochs say when it ends, its folder, which stands for that one."""
+    from motet.train.checkpoint.contents import CHECKPOINTS, name_of
+
     return str(folder / CHECKPOINTS / name_of(steps) if isinstance(steps, int) else folder)
 
 

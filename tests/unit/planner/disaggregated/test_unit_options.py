@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.planner.disaggregated.unit_options import longest_of, slowest_stage_s
-from motet.planner.stages.partition import partition
+from motet.planner.disaggregated.unit_options import longest_of
+from motet.planner.stages.partition import partition, slowest_stage_s
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=9))

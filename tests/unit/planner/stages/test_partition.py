@@ -2,13 +2,15 @@
 
 from itertools import accumulate, combinations, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.core.errors import ArgumentError
 from motet.planner import partition
-from motet.planner.stages.partition import slowest_stages
+from motet.planner.stages import _cuts
+from motet.planner.stages.partition import best_bounds, slowest_by_sums, slowest_stage_s, slowest_stages
 
 seconds = st.lists(st.integers(0, 6), min_size=1, max_size=9)
 
@@ -110,3 +112,28 @@ def test_layers_that_take_no_time_are_cut_all_the_same():
 def test_wrong_arguments_are_named(layer_s, num_stages, num_chunks, culprit):
     with pytest.raises(ArgumentError, match=culprit):
         partition(layer_s, num_stages, num_chunks=num_chunks)
+
+
+@given(st.lists(st.integers(0, 5), min_size=24, max_size=60), st.integers(1, 5), st.integers(1, 4), st.booleans())
+@settings(max_examples=200)
+def test_the_native_core_cuts_as_the_reference(layer_s, num_devices, num_chunks, folded):
+    sums = [0, *accumulate(layer_s)]
+    expected = best_bounds(sums, num_devices, num_chunks, folded)
+    assert _cuts.best_cut(sums, num_devices, num_chunks, folded) == expected
+
+
+@given(st.lists(st.lists(st.floats(0, 9), min_size=11, max_size=11), min_size=1, max_size=3), st.integers(1, 11))
+def test_the_native_core_finds_the_same_slowest_stages_to_the_bit(block_s, num_blocks):
+    columns = np.array(block_s)[:, :num_blocks]
+    sums = np.concatenate([np.zeros((len(columns), 1)), columns.cumsum(axis=1)], axis=1)
+    assert slowest_stage_s(columns).tobytes() == slowest_by_sums(sums).tobytes()
+    found = np.empty_like(columns)
+    _cuts.slowest_stages(sums, found)
+    assert found.tobytes() == slowest_by_sums(sums).tobytes()
+
+
+def test_the_native_core_refuses_what_does_not_match():
+    with pytest.raises(ValueError, match="fewer layers than stages"):
+        _cuts.best_cut([0, 1], 2, 1, False)
+    with pytest.raises(ValueError, match="do not match"):
+        _cuts.slowest_stages(np.zeros((1, 3)), np.zeros((1, 3)))
