@@ -68,7 +68,8 @@ struct Movable {
 private:
     // Where a place in the order of weights stands, or would: heavier ones have lower places.
     std::ptrdiff_t find(std::int32_t place) const {
-        return std::lower_bound(places.begin() + 1, places.begin() + 1 + size, place, std::greater<>()) - places.begin();
+        const auto first = places.begin() + 1;
+        return std::lower_bound(first, first + size, place, std::greater<>()) - places.begin();
     }
 };
 
