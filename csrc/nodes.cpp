@@ -114,7 +114,8 @@ class Renaming {
 public:
     explicit Renaming(const Volumes& volumes)
         : volumes_(volumes), node_of_(volumes.num_ranks, -1), batches_(volumes.nodes.count()),
-          sent_(volumes.num_ranks, 0), settled_until_(volumes.num_ranks, 0), excess_(volumes.nodes.count(), 0) {
+          sent_(volumes.num_ranks, 0), settled_until_(volumes.num_ranks, 0), excess_(volumes.nodes.count(), 0),
+          most_(volumes.nodes.count(), 0) {
         for (int source = 0; source < volumes.num_ranks; ++source) {
             for (const Entry& entry : volumes.of_source[source]) sent_[source] += entry.volume;
         }
@@ -150,6 +151,7 @@ public:
     void swap_batches() {
         const int num_steps = std::min(kMaxSwaps, 100 + 40 * volumes_.num_ranks);
         auto best = node_of_;
+        for (int node = 0; node < volumes_.nodes.count(); ++node) most_[node] = most_of(node);
         auto least = lower_threshold();
         for (int step = 1; step <= num_steps; ++step) {
             const int source = heaviest();
@@ -174,7 +176,16 @@ public:
 
 private:
     bool is_full(int node) const { return static_cast<int>(batches_[node].size()) == volumes_.nodes.size(node); }
-    int heaviest() const { return static_cast<int>(std::ranges::max_element(sent_) - sent_.begin()); }
+    // The first of the sources that send most, of the first node with one: nodes are in the order of their sources.
+    int heaviest() const {
+        const auto node = std::ranges::max_element(most_) - most_.begin();
+        const auto first = sent_.begin() + volumes_.nodes.firsts[node];
+        return static_cast<int>(std::find(first, sent_.end(), most_[node]) - sent_.begin());
+    }
+    std::int64_t most_of(int node) const {
+        const auto first = sent_.begin() + volumes_.nodes.firsts[node];
+        return *std::max_element(first, first + volumes_.nodes.size(node));
+    }
     // What the sources of a node send more, or less, without, or with, the batch there.
     void send(int batch, int node, int sign) {
         for (const Entry& entry : volumes_.in_node(batch, node)) {
@@ -197,8 +208,10 @@ private:
         take(swap.in);
         put(swap.in, node);
         put(swap.out, other);
-        excess_[node] = excess_of(node);
-        excess_[other] = excess_of(other);
+        for (const int changed : {node, other}) {  // sources of other nodes send what they did
+            excess_[changed] = excess_of(changed);
+            most_[changed] = most_of(changed);
+        }
     }
     std::pair<std::int64_t, std::int64_t> lower_threshold() {
         const std::int64_t most = sent_[heaviest()];
@@ -254,6 +267,7 @@ private:
     std::vector<std::int64_t> sent_;         // by each source
     std::vector<int> settled_until_;         // of each batch, the last step in which it stays
     std::vector<std::int64_t> excess_;       // of each node
+    std::vector<std::int64_t> most_;         // the most that a source of each node sends
     std::int64_t total_ = 0;                 // sent by all, less what was held in the beginning
     std::int64_t threshold_ = 0;
 };

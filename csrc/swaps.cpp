@@ -2,10 +2,14 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <limits>
 #include <optional>
 #include <span>
 
 #include "balance.h"
+#include "wide.h"
 
 namespace motet {
 namespace {
@@ -15,6 +19,9 @@ constexpr int kPairable = 16;        // so many of these form pairs
 constexpr int kPairRounds = 16;
 constexpr int kStepsPerBundle = 8;   // a bundle is made and sorted before it is looked at
 constexpr int kStepsPerShake = 16;
+constexpr int kLanes = 4;            // weights that are compared at once
+constexpr int kAhead = 4;            // pairs of ranks ahead whose items are fetched while others are compared
+constexpr int kFewChanged = 8;       // of so many ranks one may have changed for their order to be mended, not made
 
 // One or two items of a rank that move together, by their places in the order of weights; second -1: one.
 struct Bundle {
@@ -22,34 +29,77 @@ struct Bundle {
     std::int32_t first = -1, second = -1;
 };
 
-// Nothing, and then the items of a rank that can move, lightest first.
+// Nothing, and then the items of a rank that can move, lightest first. Behind them stand weights that nobody gives.
 struct Movable {
+    static constexpr int kRoom = (1 + kMovable + kLanes - 1) / kLanes * kLanes;
+    static constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
+
+    std::array<std::int64_t, kRoom> weights;
+    std::array<std::int32_t, 1 + kMovable> places;
     std::int32_t size = 0;
-    std::array<Bundle, 1 + kMovable> bundles;
 
-    std::span<const Bundle> items() const { return {bundles.data() + 1, static_cast<std::size_t>(size)}; }
-    std::span<const Bundle> items_and_nothing() const { return {bundles.data(), static_cast<std::size_t>(size) + 1}; }
-
-    void append(const Bundle& item) { bundles[++size] = item; }
-    void insert(const Bundle& item) {
-        auto* const at = find(item);
-        if (at == bundles.data() + 1 + kMovable) return;
-        if (size < kMovable) ++size;  // else the heaviest is pushed out and stays where it is
-        std::move_backward(at, bundles.data() + size, bundles.data() + size + 1);
-        *at = item;
+    Bundle at(std::size_t index) const { return {weights[index], places[index]}; }
+    void clear() {
+        size = 0;
+        weights.fill(kNever);
+        weights[0] = 0;
+        places[0] = -1;
     }
-    void erase(const Bundle& item) {
-        auto* const at = find(item);
-        std::move(at + 1, bundles.data() + size + 1, at);
-        --size;
+    void append(std::int64_t weight, std::int32_t place) {
+        weights[++size] = weight;
+        places[size] = place;
+    }
+    void insert(std::int64_t weight, std::int32_t place) {
+        const auto index = find(place);
+        if (index > kMovable) return;
+        if (size < kMovable) ++size;  // else the heaviest is pushed out and stays where it is
+        std::move_backward(weights.begin() + index, weights.begin() + size, weights.begin() + size + 1);
+        std::move_backward(places.begin() + index, places.begin() + size, places.begin() + size + 1);
+        weights[index] = weight;
+        places[index] = place;
+    }
+    void erase(std::int32_t place) {
+        const auto index = find(place);
+        std::move(weights.begin() + index + 1, weights.begin() + size + 1, weights.begin() + index);
+        std::move(places.begin() + index + 1, places.begin() + size + 1, places.begin() + index);
+        weights[size--] = kNever;
     }
 
 private:
-    Bundle* find(const Bundle& item) {
-        const auto lighter = [](const Bundle& a, const Bundle& b) { return a.first > b.first; };
-        return std::lower_bound(bundles.data() + 1, bundles.data() + 1 + size, item, lighter);
+    // Where a place in the order of weights stands, or would: heavier ones have lower places.
+    std::ptrdiff_t find(std::int32_t place) const {
+        const auto first = places.begin() + 1;
+        return std::lower_bound(first, first + size, place, std::greater<>()) - places.begin();
     }
 };
+
+// Some items of a rank that can move, all of one kind: the first is nothing, or the lightest.
+struct Items {
+    const Movable* movable;
+    std::size_t first, count;
+
+    std::size_t size() const { return count; }
+    Bundle operator[](std::size_t index) const { return movable->at(first + index); }
+};
+
+// Whether a swap changes loads by more than 0 and less than room. takable has weights that nobody gives behind its
+// end, up to a multiple of kLanes.
+MOTET_WIDE bool has_match(const std::int64_t* givable, std::size_t num_givable, const std::int64_t* takable,
+                          std::size_t num_takable, std::int64_t room) {
+    using Lanes = std::int64_t __attribute__((vector_size(kLanes * sizeof(std::int64_t))));
+    Lanes found{};
+    for (std::size_t first = 0; first < num_takable; first += kLanes) {
+        Lanes taken;
+        std::memcpy(&taken, takable + first, sizeof taken);
+        for (std::size_t give = 0; give < num_givable; ++give) {
+            const Lanes change = givable[give] - taken;
+            found |= (change > 0) & (change < room);
+        }
+    }
+    std::int64_t any = 0;
+    for (int lane = 0; lane < kLanes; ++lane) any |= found[lane];
+    return any;
+}
 
 // Numbers that look random and are the same everywhere: a linear congruential generator, its high bits.
 class RandomNumbers {
@@ -69,12 +119,13 @@ struct Match {
 
 // What to give and take so that two loads, `room` apart, come closest, or as close as `enough`; no match where each
 // swap leaves one of them as heavy as the heavier was. Bundles are lightest first.
-std::optional<Match> best_match(std::span<const Bundle> heavy, std::span<const Bundle> light, std::int64_t room,
-                                std::int64_t enough) {
+template <class Bundles>
+std::optional<Match> best_match(const Bundles& heavy, const Bundles& light, std::int64_t room, std::int64_t enough) {
     std::int64_t smallest_miss = room;
     std::optional<Match> best;
     std::size_t place = 0;  // the lightest with which at most half the room moves; with the one before it, more moves
-    for (const Bundle& give : heavy) {
+    for (std::size_t index = 0; index < heavy.size(); ++index) {
+        const Bundle give = heavy[index];
         const auto consider = [&](const Bundle& take) {
             const std::int64_t change = give.weight - take.weight;
             const std::int64_t miss = std::abs((room - change) - change);
@@ -102,6 +153,7 @@ public:
           ranks_(ranks),
           loads_(loads),
           num_ranks_(static_cast<int>(loads.size())),
+          is_changed_(loads.size(), false),
           movable_(kept_movable()) {}
 
     void run() {
@@ -125,19 +177,48 @@ private:
     std::int32_t from_end(int place) const { return order_.items[num_ranks_ - 1 - place]; }
 
     void sort_ranks() {
-        sort_heaviest_first(loads_, order_);
+        if (order_.items.empty() || changed_.size() * kFewChanged > loads_.size()) {
+            sort_heaviest_first(loads_, order_);
+        } else {
+            mend_order();
+        }
+        for (const auto rank : changed_) is_changed_[rank] = false;
+        changed_.clear();
         steps_left_ -= num_ranks_;
+    }
+
+    // Those whose loads changed are taken out of the order, and merged with the others.
+    void mend_order() {
+        const auto comes_before = [&](std::int32_t a, std::int32_t b) {
+            return loads_[a] != loads_[b] ? loads_[a] > loads_[b] : a < b;
+        };
+        std::sort(changed_.begin(), changed_.end(), comes_before);
+        mended_.items.clear();
+        mended_.weights.clear();
+        auto next = changed_.begin();
+        const auto put = [&](std::int32_t rank, std::int64_t load) {
+            mended_.items.push_back(rank);
+            mended_.weights.push_back(load);
+        };
+        for (int place = 0; place < num_ranks_; ++place) {
+            const std::int32_t rank = order_.items[place];
+            if (is_changed_[rank]) continue;
+            for (; next != changed_.end() && comes_before(*next, rank); ++next) put(*next, loads_[*next]);
+            put(rank, order_.weights[place]);
+        }
+        for (; next != changed_.end(); ++next) put(*next, loads_[*next]);
+        std::swap(order_, mended_);
     }
 
     void find_movable() {
         counts_.assign(num_ranks_, 0);
         movable_.resize(std::max(movable_.size(), loads_.size()));
-        for (int rank = 0; rank < num_ranks_; ++rank) movable_[rank].size = 0;
+        for (int rank = 0; rank < num_ranks_; ++rank) movable_[rank].clear();
         for (auto place = static_cast<std::int32_t>(ranks_.size()); place-- > 0;) {
             ++counts_[ranks_[place]];
             Movable& movable = movable_[ranks_[place]];
-            const bool third = movable.size > 1 && movable.bundles[movable.size - 1].weight == weights_[place];
-            if (movable.size < kMovable && !third) movable.append({weights_[place], place});
+            const bool third = movable.size > 1 && movable.weights[movable.size - 1] == weights_[place];
+            if (movable.size < kMovable && !third) movable.append(weights_[place], place);
         }
     }
 
@@ -149,6 +230,10 @@ private:
             bool heaviest_swapped = false, any_swapped = false;
             for (int place = 0; place < num_ranks_ - 1 - shift - place; ++place) {
                 if (loads_[at(place)] <= target_) break;
+                if (place + kAhead < num_ranks_ - shift) {
+                    __builtin_prefetch(&movable_[at(place + kAhead)]);
+                    __builtin_prefetch(&movable_[from_end(place + kAhead + shift)]);
+                }
                 const bool swapped = swap(at(place), from_end(place + shift), with_pairs);
                 heaviest_swapped |= swapped && place == 0;
                 any_swapped |= swapped;
@@ -179,12 +264,13 @@ private:
     }
 
     void swap_at_random(std::int32_t a, std::int32_t b) {
-        const auto givable = movable_[a].items();
-        if (givable.empty()) return;
-        const Bundle give = givable[random_.below(givable.size())];
+        const Movable &givable = movable_[a], &takable = movable_[b];
+        if (givable.size == 0) return;
+        const Bundle give = givable.at(1 + random_.below(givable.size));
         const std::int64_t limit = loads_[at(0)];
         takable_.clear();
-        for (const Bundle& take : movable_[b].items()) {
+        for (std::int32_t index = 1; index <= takable.size; ++index) {
+            const Bundle take = takable.at(index);
             const std::int64_t change = give.weight - take.weight;
             if (loads_[a] - change < limit && loads_[b] + change < limit) takable_.push_back(take);
         }
@@ -195,39 +281,59 @@ private:
     bool swap(std::int32_t heavy, std::int32_t light, bool with_pairs) {
         const std::int64_t room = loads_[heavy] - loads_[light];
         if (room < 2) return false;
-        std::span<const Bundle> givable = movable_[heavy].items();
         // Where counts must be equal, an item goes for an item and a pair for a pair.
         const bool may_take_nothing = !equal_counts_ || (!with_pairs && counts_[heavy] > counts_[light]);
-        std::span<const Bundle> takable =
-            may_take_nothing ? movable_[light].items_and_nothing() : movable_[light].items();
+        const Items givable = items_of(heavy, false), takable = items_of(light, may_take_nothing);
+        const std::int64_t enough =
+            std::max<std::int64_t>((target_ - loads_[heavy]) + (target_ - loads_[light]), 1);
+        std::optional<Match> match;
         if (with_pairs) {
-            givable = add_pairs(givable, givable_);
-            takable = add_pairs(takable, takable_);
+            add_pairs(givable, givable_);
+            add_pairs(takable, takable_);
+            steps_left_ -= kStepsPerBundle * (std::ssize(givable_) + std::ssize(takable_));
+            match = best_match(givable_, takable_, room, enough);
+        } else {
+            steps_left_ -= static_cast<std::int64_t>(givable.count + takable.count);
+            // Of some thirty pairs of ranks one has a match.
+            if (!has_match(givable.movable->weights.data() + givable.first, givable.count,
+                           takable.movable->weights.data() + takable.first, takable.count, room)) {
+                return false;
+            }
+            match = best_match(givable, takable, room, enough);
         }
-        steps_left_ -= (with_pairs ? kStepsPerBundle : 1) * (std::ssize(givable) + std::ssize(takable));
-        const std::int64_t enough = (target_ - loads_[heavy]) + (target_ - loads_[light]);
-        const auto match = best_match(givable, takable, room, std::max<std::int64_t>(enough, 1));
         if (match) exchange(heavy, light, match->give, match->take);
         return match.has_value();
     }
 
-    std::span<const Bundle> add_pairs(std::span<const Bundle> singles, std::vector<Bundle>& bundles) const {
+    // The items of a rank that can move; with_nothing: and nothing, before them.
+    Items items_of(std::int32_t rank, bool with_nothing) const {
+        const Movable& movable = movable_[rank];
+        return {&movable, with_nothing ? std::size_t{0} : std::size_t{1},
+                static_cast<std::size_t>(movable.size) + with_nothing};
+    }
+
+    void add_pairs(const Items& singles, std::vector<Bundle>& bundles) const {
         bundles.clear();
-        if (!equal_counts_) bundles.assign(singles.begin(), singles.end());
-        if (!singles.empty() && singles[0].first < 0) singles = singles.subspan(1);
-        singles = singles.first(std::min<std::size_t>(singles.size(), kPairable));
-        for (std::size_t i = 0; i < singles.size(); ++i) {
-            for (std::size_t j = 0; j < i; ++j) {
-                bundles.push_back({singles[i].weight + singles[j].weight, singles[i].first, singles[j].first});
+        for (std::size_t i = 0; !equal_counts_ && i < singles.count; ++i) bundles.push_back(singles[i]);
+        const std::size_t first = singles.first == 0 ? 1 : 0;  // behind nothing
+        const std::size_t end = std::min<std::size_t>(singles.count, first + kPairable);
+        for (std::size_t i = first; i < end; ++i) {
+            for (std::size_t j = first; j < i; ++j) {
+                const Bundle one = singles[i], other = singles[j];
+                bundles.push_back({one.weight + other.weight, one.first, other.first});
             }
         }
+        if (bundles.size() < 2) return;
         std::stable_sort(bundles.begin(), bundles.end(), [](auto& a, auto& b) { return a.weight < b.weight; });
-        return bundles;
     }
 
     void exchange(std::int32_t a, std::int32_t b, const Bundle& from_a, const Bundle& from_b) {
         loads_[a] += from_b.weight - from_a.weight;
         loads_[b] += from_a.weight - from_b.weight;
+        for (const auto rank : {a, b}) {
+            if (!is_changed_[rank]) changed_.push_back(rank);
+            is_changed_[rank] = true;
+        }
         take_out(a, from_a);  // both before anything is put in, which can push the heaviest out of what can move
         take_out(b, from_b);
         put_in(a, from_b);
@@ -237,7 +343,7 @@ private:
     void take_out(std::int32_t rank, const Bundle& bundle) {
         for (const auto place : {bundle.first, bundle.second}) {
             if (place < 0) continue;
-            movable_[rank].erase({weights_[place], place});
+            movable_[rank].erase(place);
             --counts_[rank];
         }
     }
@@ -245,7 +351,7 @@ private:
     void put_in(std::int32_t rank, const Bundle& bundle) {
         for (const auto place : {bundle.first, bundle.second}) {
             if (place < 0) continue;
-            movable_[rank].insert({weights_[place], place});
+            movable_[rank].insert(weights_[place], place);
             ++counts_[rank];
             ranks_[place] = rank;
         }
@@ -258,7 +364,9 @@ private:
     std::vector<std::int32_t>& ranks_;  // of each place in the order of weights
     std::vector<std::int64_t>& loads_;
     const int num_ranks_;
-    SortedItems order_;  // the ranks, heaviest first
+    SortedItems order_, mended_;        // the ranks, heaviest first; and room to work in
+    std::vector<std::int32_t> changed_;  // ranks whose loads are others than in that order
+    std::vector<char> is_changed_;
     std::vector<std::int32_t> counts_;
     std::vector<Movable>& movable_;
     std::vector<Bundle> givable_, takable_;

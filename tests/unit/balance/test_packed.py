@@ -122,6 +122,18 @@ def test_backends_agree_to_the_last_step(num_items, num_ranks, equal_counts):
         check_equal(native, score(native.ranks, lengths, num_ranks))
 
 
+@pytest.mark.parametrize("equal_counts", [False, True])
+def test_backends_agree_where_few_of_many_ranks_swap(equal_counts):
+    # Few values, so that ranks whose loads change then have those of others, and are ordered by their numbers.
+    for seed in range(3):
+        lengths = 10 * np.random.default_rng(seed).integers(1, 30, 500)
+        lengths[0] = 1
+        native, reference = (
+            assign(lengths, 100, equal_counts=equal_counts, time_budget_s=2e-4, backend=backend) for backend in BACKENDS
+        )
+        check_equal(native, reference)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_zero_weights_are_spread(backend):
     assert assign([0] * 10, 4, backend=backend).counts.tolist() == [3, 3, 2, 2]
