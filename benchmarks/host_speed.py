@@ -48,17 +48,25 @@ class HostSpeed:
 
 
 def host_speed(
-    mesh: Mesh, flops: Sequence[float], taken_s: Sequence[float], heads: int, head_dim: int, clock: Callable[[], float]
+    mesh: Mesh,
+    flops: Sequence[float],
+    taken_s: Sequence[float],
+    empty_s: Sequence[float],
+    heads: int,
+    head_dim: int,
+    clock: Callable[[], float],
 ) -> HostSpeed:
     """The speed of ranks, the same on all. A collective.
 
-    flops, taken_s: operations of a rank in some steps of whole items, and the seconds of these steps, by `clock`.
+    flops, taken_s: operations of a rank in some steps of whole items, and the processor time of these steps.
+    empty_s:        the same time of steps with next to no operations.
     heads, head_dim: of the keys that an exchange moves. clock: of a rank's seconds.
     """
-    points = np.concatenate(_everywhere(np.stack([flops, taken_s], axis=1), mesh))
-    slope, fixed_s = np.polyfit(points[:, 0], points[:, 1], 1)
+    fixed_s = float(np.median(np.concatenate(_everywhere(np.array(empty_s), mesh))))
+    all_flops, all_s = np.concatenate(_everywhere(np.stack([flops, taken_s], axis=1), mesh)).sum(axis=0)
+    flops_per_s = all_flops / max(all_s - fixed_s * len(taken_s) * mesh.num_ranks, 1e-9)
     latency_s, byte_s = _exchange(mesh, heads, head_dim, clock)
-    return HostSpeed(1e-12 / slope, 1e-9 / byte_s, 1e6 * latency_s, max(float(fixed_s), 0.0))
+    return HostSpeed(float(flops_per_s / 1e12), 1e-9 / byte_s, 1e6 * latency_s, fixed_s)
 
 
 def _everywhere(values: np.ndarray, mesh: Mesh) -> list[np.ndarray]:

@@ -157,7 +157,7 @@ def sample_table(rng: np.random.Generator, count: int = 5000) -> list[list[Row]]
 
 
 CALIBRATION = 4
-"""Batches by which speed is measured, behind one that warms up."""
+"""Batches by which speed is measured, behind one that warms up; and as many steps with next to no work."""
 DOMINATED = 1.5
 """Steps of whole items over the ideal, from which on single items dominate."""
 SIZE_DIMS = {"image": 2, "audio": 1}
@@ -282,7 +282,9 @@ def measure(
 
     speed = None
     if options.cut and device.type == "cpu":
+        empty = Batch([Row(1)] * options.examples_per_rank * mesh.num_ranks, model, mesh.num_ranks, 1, pools)
         drawn = [draw() for _ in range(CALIBRATION + 1)]
+        drawn += [empty] * CALIBRATION
         flops = [rank_flops(orchestrators["off"], batch.lengths, mesh.rank) for batch in drawn]
         taken_s = []
         for number, batch in enumerate(drawn):
@@ -290,10 +292,11 @@ def measure(
             start = time.process_time()
             step.run([prepare(batch, "off").to(device)], number)
             taken_s.append(time.process_time() - start)
+        full, light = slice(1, CALIBRATION + 1), slice(CALIBRATION + 1, None)
         config = MODEL.backbone.config
         attention = config["num_key_value_heads"], config["hidden_size"] // config["num_attention_heads"]
         clock = time.perf_counter if has_cores(mesh.num_ranks) else time.process_time
-        speed = host_speed(mesh, flops[1:], taken_s[1:], *attention, clock)
+        speed = host_speed(mesh, flops[full], taken_s[full], taken_s[light], *attention, clock)
         orchestrators = {way: balanced(table, speed.stated) for way, table in ways.items()}
 
     in_turn = deque(ways)
