@@ -333,6 +333,7 @@ def has_cores(num_ranks: int) -> bool:
 
 def rank_flops(orchestrator: Orchestrator, lengths: BatchLengths, rank: int) -> float:
     """Operations of a rank's items, which are whole."""
+    assert isinstance(orchestrator.costs, StepCosts)
     placed, per_s = orchestrator.decide(lengths).assignments, ASSUMED_SPEEDS["cpu"].flops_per_s
     phases = orchestrator.costs.phases(lengths)
     return per_s * sum(int(placed[phase.name].loads[rank]) * phase.seconds_per_cost for phase in phases)
