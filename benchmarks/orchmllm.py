@@ -55,7 +55,7 @@ pass."""
 def run_rank(rank: int, num_ranks: int, rendezvous: str, options: Options, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks, init_method=rendezvous)
-    figures = measure(torch.device("cpu"), options, WAYS)
+    figures, _ = measure(torch.device("cpu"), options, WAYS)
     if rank == 0:
         out.write_text(json.dumps(figures), encoding="utf-8")
     dist.destroy_process_group()

@@ -9,7 +9,9 @@ but "length" balance operations; max/bound is of operations in all.
 Batches come from a prefetch thread that decides and assembles the next one while a step runs, as in training.
 
 --cut compares whole items with items cut over ranks, on whole copies of the model. The lengths are those of the table,
-without a cap. Each step is held against all work divided by the ranks.
+without a cap. Each step is held against all work divided by the ranks. On CPUs, what a rank computes and exchanges in
+a second is measured before, on batches of their own (host_speed.py), and stated in [balance.speed], by which ways are
+chosen and predicted.
 
 What balancing costs on the critical path is the exchange of features and gradients, and the waiting for the prefetch
 thread. An exchange also waits for the slowest rank, which the step would do later otherwise; its cost is therefore what
@@ -35,9 +37,10 @@ import rows
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from host_speed import HostSpeed, host_speed
 
 from motet.assign.orchestrator import with_cut_loads
-from motet.balance import Cost, PhaseCosts, StepCosts, choose, score
+from motet.balance import ASSUMED_SPEEDS, Cost, PhaseCosts, StepCosts, choose, score
 from motet.core.assignment import Assignment
 from motet.core.cuts import ItemCuts
 from motet.core.example import Media, TokenSequence
@@ -153,6 +156,8 @@ def sample_table(rng: np.random.Generator, count: int = 5000) -> list[list[Row]]
     return [text, image, speech]
 
 
+CALIBRATION = 4
+"""Batches by which speed is measured, behind one that warms up; and as many steps with next to no work."""
 DOMINATED = 1.5
 """Steps of whole items over the ideal, from which on single items dominate."""
 SIZE_DIMS = {"image": 2, "audio": 1}
@@ -203,13 +208,14 @@ def run_rank(rank: int, num_ranks: int, rendezvous: str | None, options: Options
     else:
         torch.set_num_threads(1)
     dist.init_process_group("nccl" if on_gpu else "gloo", rank=rank, world_size=num_ranks, init_method=rendezvous)
-    figures = measure(device, options, CUT_WAYS if options.cut else WAYS)
+    figures, speed = measure(device, options, CUT_WAYS if options.cut else WAYS)
     if rank == 0:
         show(figures, options, num_ranks)
         told = [row for row in result_rows(figures) if stored.only in row.name]
         if options.cut:
-            figures |= {"over_ideal": over_ideal(figures, num_ranks, len(os.sched_getaffinity(0)))}
-            show_over_ideal(figures["over_ideal"])
+            ideal = over_ideal(figures, speed.fixed_s if speed else 0.0, num_ranks)
+            figures |= {"over_ideal": ideal, "speed": speed and asdict(speed)}
+            show_over_ideal(ideal, speed)
         if stored.path is not None:
             about = {"options": asdict(options), "num_ranks": num_ranks, "ways": figures}
             rows.write_rows(stored.path, told, seed=options.seed, device=device.type, **about)
@@ -226,8 +232,13 @@ def result_rows(figures: Mapping[str, dict]) -> list[rows.Row]:
     return found
 
 
-def measure(device: torch.device, options: Options, ways: Mapping[str, dict]) -> dict[str, dict]:
-    """Figures of each way. ways: what a table [balance] of a recipe would hold; "off" and "auto" among them."""
+def measure(
+    device: torch.device, options: Options, ways: Mapping[str, dict]
+) -> tuple[dict[str, dict], HostSpeed | None]:
+    """Figures of each way. ways: what a table [balance] of a recipe would hold; "off" and "auto" among them.
+
+    And the speed that was measured before; None where ways are chosen by assumed ones.
+    """
     fsdp = FSDPConfig(shard_size=1) if options.cut else FSDPConfig()
     mesh = build_mesh(device, shard_size=fsdp.shard_size)
     rng = np.random.default_rng(options.seed)
@@ -238,16 +249,23 @@ def measure(device: torch.device, options: Options, ways: Mapping[str, dict]) ->
         "audio": rng.standard_normal((1 << 14, MEL_BINS), np.float32),
     }
     on_node = {"ranks_per_node": options.ranks_per_node or None, "waits": fsdp.waits}
-    orchestrators = {
-        way: build_orchestrator(BalanceConfig(**table), model, mesh.num_ranks, device, torch.float32, **on_node)
-        for way, table in ways.items()
-    }
+
+    def balanced(table: Mapping, speed: Mapping) -> Orchestrator:
+        # Without a choice to make, a recipe states no speed.
+        config = BalanceConfig(**table) if "phases" in table else BalanceConfig(**table, speed=speed)
+        return build_orchestrator(config, model, mesh.num_ranks, device, torch.float32, **on_node)
+
+    orchestrators = {way: balanced(table, {}) for way, table in ways.items()}
     counted = orchestrators["auto"].costs
-    batches: list[Batch] = []
-    while len(batches) < options.num_steps + 1:
+
+    def draw() -> Batch:
         kinds = rng.integers(0, len(groups), options.examples_per_rank * mesh.num_ranks)
         rows = [groups[kind][rng.integers(len(groups[kind]))] for kind in kinds]
-        batch = Batch(rows, model, mesh.num_ranks, options.shrink, pools)
+        return Batch(rows, model, mesh.num_ranks, options.shrink, pools)
+
+    batches: list[Batch] = []
+    while len(batches) < options.num_steps + 1:
+        batch = draw()
         if not options.dominated or whole_over_ideal(orchestrators["auto"], batch.lengths) >= DOMINATED:
             batches.append(batch)
     shard(model, mesh, fsdp)
@@ -261,6 +279,25 @@ def measure(device: torch.device, options: Options, ways: Mapping[str, dict]) ->
         media = {phase: [batch.media(phase, i) for i in decision.items_on(phase, mesh.rank)] for phase in batch.items}
         shared = {int(i): batch.sequence(i) for i in examples_to_lay_out(decision.cuts, batch.lengths)}
         return assemble(decision, batch.lengths, mesh.rank, sequences, media, shared=shared)
+
+    speed = None
+    if options.cut and device.type == "cpu":
+        empty = Batch([Row(1)] * options.examples_per_rank * mesh.num_ranks, model, mesh.num_ranks, 1, pools)
+        drawn = [draw() for _ in range(CALIBRATION + 1)]
+        drawn += [empty] * CALIBRATION
+        flops = [rank_flops(orchestrators["off"], batch.lengths, mesh.rank) for batch in drawn]
+        taken_s = []
+        for number, batch in enumerate(drawn):
+            dist.barrier(mesh.group)
+            start = time.process_time()
+            step.run([prepare(batch, "off").to(device)], number)
+            taken_s.append(time.process_time() - start)
+        full, light = slice(1, CALIBRATION + 1), slice(CALIBRATION + 1, None)
+        config = MODEL.backbone.config
+        attention = config["num_key_value_heads"], config["hidden_size"] // config["num_attention_heads"]
+        clock = time.perf_counter if has_cores(mesh.num_ranks) else time.process_time
+        speed = host_speed(mesh, flops[full], taken_s[full], taken_s[light], *attention, clock)
+        orchestrators = {way: balanced(table, speed.stated) for way, table in ways.items()}
 
     in_turn = deque(ways)
     jobs = []
@@ -286,7 +323,20 @@ def measure(device: torch.device, options: Options, ways: Mapping[str, dict]) ->
     everywhere: list = [None] * mesh.num_ranks
     dist.all_gather_object(everywhere, measured, group=mesh.host_group)
     # The first batch warms up.
-    return {way: summarise([ranks[way][1:] for ranks in everywhere]) for way in ways}
+    return {way: summarise([ranks[way][1:] for ranks in everywhere]) for way in ways}, speed
+
+
+def has_cores(num_ranks: int) -> bool:
+    """Whether each rank has a core."""
+    return len(os.sched_getaffinity(0)) >= num_ranks
+
+
+def rank_flops(orchestrator: Orchestrator, lengths: BatchLengths, rank: int) -> float:
+    """Operations of a rank's items, which are whole."""
+    assert isinstance(orchestrator.costs, StepCosts)
+    placed, per_s = orchestrator.decide(lengths).assignments, ASSUMED_SPEEDS["cpu"].flops_per_s
+    phases = orchestrator.costs.phases(lengths)
+    return per_s * sum(int(placed[phase.name].loads[rank]) * phase.seconds_per_cost for phase in phases)
 
 
 def whole_over_ideal(orchestrator: Orchestrator, lengths: BatchLengths) -> float:
@@ -353,30 +403,31 @@ def summarise(ranks: list[list[dict]]) -> dict:
     }
 
 
-def over_ideal(figures: dict[str, dict], num_ranks: int, num_cores: int) -> dict:
+def over_ideal(figures: dict[str, dict], fixed_s: float, num_ranks: int) -> dict:
     """Steps over the ideal, all work divided by the ranks, for each batch and way.
 
     The ideal is the processor time of whole items ("joint"), the mean over ranks; passes also wait for sums of
     gradients. With a core for each rank steps are held against it; with fewer, which is marked, the processor time of
     the busiest rank. That stands beside steps in any case: it is the mean of all ranks, which is what a way computes
     more, times what is left of the imbalance. What a step takes more are waits, and what else the machine does.
-    predicted: seconds of a way over those of "joint", as predicted before the step; measured: as it turned out.
+    predicted: seconds of a way over those of "joint", as predicted before the step, and what it takes beside its items
+    (fixed_s) added to both; measured: as it turned out.
     """
-    has_cores = num_cores >= num_ranks
+    by_clock = has_cores(num_ranks)
     ideal_s = figures["joint"]["mean_cpu_s"]
-    taken_s = {way: it["step_s" if has_cores else "cpu_s"] for way, it in figures.items()}
+    taken_s = {way: it["step_s" if by_clock else "cpu_s"] for way, it in figures.items()}
     by_batch = {way: np.divide(taken, ideal_s).tolist() for way, taken in taken_s.items()}
     is_dominated = np.array(by_batch["joint"]) >= DOMINATED
     gains = {}
     for way in ("split", "per_phase"):
-        said = [predicted.get(way, np.nan) for predicted in figures["auto"]["predicted_s"]]
-        whole = [predicted["joint"] for predicted in figures["auto"]["predicted_s"]]
+        said = [predicted.get(way, np.nan) + fixed_s for predicted in figures["auto"]["predicted_s"]]
+        whole = [predicted["joint"] + fixed_s for predicted in figures["auto"]["predicted_s"]]
         gains[way] = {
             "predicted": np.divide(said, whole).tolist(),
             "measured": np.divide(taken_s[way], taken_s["joint"]).tolist(),
         }
     return {
-        "of": "step" if has_cores else "processor time of the busiest rank (emulated)",
+        "of": "step" if by_clock else "processor time of the busiest rank (emulated)",
         "by_batch": by_batch,
         "median": {way: float(np.median(each)) for way, each in by_batch.items()},
         "num_dominated": int(is_dominated.sum()),
@@ -392,7 +443,12 @@ def over_ideal(figures: dict[str, dict], num_ranks: int, num_cores: int) -> dict
     }
 
 
-def show_over_ideal(found: dict) -> None:
+def show_over_ideal(found: dict, speed: HostSpeed | None) -> None:
+    if speed is not None:
+        print(
+            f"\na rank: {speed.device_tflops:.4f} TFLOP/s and {1e3 * speed.fixed_s:.0f} ms a step; an exchange "
+            f"{speed.link_latency_us:.0f} us and {speed.link_gbytes_per_s:.2f} GB/s"
+        )
     print(
         f"\n{found['of']} over all work divided by the ranks, medians; of batches with {DOMINATED} or more jointly; "
         "and processor time of the busiest rank, and the mean"

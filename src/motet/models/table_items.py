@@ -2,20 +2,19 @@
 of one rank against the keys of all (context parallelism).
 
 On CUDA flex attention computes it (`models/flex.py`). Elsewhere it is computed by tiles: some consecutive rows against
-the range of keys that they see, with a mask of this size; long runs of rows take none (`models/row_runs.py`).
+the range of keys that they see (`models/tiles.py`), with a mask of this size; long runs of rows take none on a CPU
+(`models/cpu_tiles.py`).
 What is a plain pack takes the kernels for packs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -23,30 +22,11 @@ from motet.core.attention_table import AttentionTable
 from motet.dropout import counted_from, next_rows, of_heads
 from motet.models.asked import Asked
 from motet.models.attention import PackedItems
+from motet.models.cpu_tiles import attend_tiles
 from motet.models.flex import FlexTable, has_flex
-from motet.models.row_runs import RowRun, attend_causal_run, row_runs
 from motet.models.scores import Scoring, attended
+from motet.models.tiles import Tile, plan_tiles, tile_mask
 from motet.on_device import Staged, on_device
-
-_TILE = 256
-"""The most rows of a tile: causal rows of a long document then have few keys in their mask that they do not see."""
-_CALL = 48**2
-"""What a call costs, in entries of a mask (`kernel_calls` has the measurement)."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """The rows first to last (exclusive) of a table against its keys low to high.
-
-    full: each row sees them all. is_run: each sees them but for those behind its own, as `attend_causal_run` has it.
-    """
-
-    first: int
-    last: int
-    low: int
-    high: int
-    full: bool
-    is_run: bool = False
 
 
 class TableItems:
@@ -150,9 +130,11 @@ class TableItems:
         """As `attend`, but [1, heads, num_rows, head_dim]."""
         scale, dropout, window, softcap, sinks = how
         bounds = self._bounds_for(window, query.device).there
+        if has_runs := _has_runs(Asked.by(query, key, how)):
+            tiles = [tile for group in self._groups_for(window, has_runs) for tile in group.tiles]
+            return attend_tiles(query, key, value, tiles, bounds, scale)
         draws, columns = self._draws(dropout, query)
         has_scores = softcap is not None or sinks is not None or draws is not None
-        has_runs = _has_runs(Asked.by(query, key, how))
         groups, outputs = self._groups_for(window, has_runs), []
         # A split is one node of the autograd graph; each slice would add a gradient of the size of the whole pack.
         keys, values = (x.split([group.high - group.low for group in groups], dim=2) for x in (key, value))
@@ -162,14 +144,10 @@ class TableItems:
                 own = slice(tile.low, tile.high)
                 piece = [x.narrow(2, tile.low - group.low, tile.high - tile.low) for x in (group_keys, group_values)]
                 is_seen = tile.high > tile.low
-                if tile.is_run:
-                    out = attend_causal_run(next(rows), *piece, scale)
-                elif is_seen and has_runs and not tile.full:
-                    out = _MaskedTile.apply(next(rows), *piece, tile, bounds, scale)
-                elif is_seen and not has_scores:
+                if is_seen and not has_scores:
                     own_rows, is_grouped = next(rows), query.shape[1] != key.shape[1]
                     out = scaled_dot_product_attention(
-                        own_rows, *piece, _mask(tile, *bounds), dropout, scale=scale, enable_gqa=is_grouped
+                        own_rows, *piece, tile_mask(tile, *bounds), dropout, scale=scale, enable_gqa=is_grouped
                     )
                 else:
                     piece = [x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in piece]
@@ -177,7 +155,7 @@ class TableItems:
                     numbers = None if columns is None else columns[own]
                     # Scores are computed again in backward, as kernels do: those of all tiles would fill the memory.
                     out = checkpoint(
-                        lambda mask, *rest: attended(*rest[:3], _mask(*mask), *rest[3:]),
+                        lambda mask, *rest: attended(*rest[:3], tile_mask(*mask), *rest[3:]),
                         (tile, *bounds),
                         next(rows),
                         *piece,
@@ -205,41 +183,6 @@ class TableItems:
         return counted_from(of_heads(drawn[None], query.shape[1]), document), keys
 
 
-class _MaskedTile(torch.autograd.Function):
-    """The kernel of CPUs on a tile whose mask is made again in backward: masks of all tiles would fill the memory.
-
-    `scaled_dot_product_attention` would keep each, as numbers, in every layer.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        tile: Tile,
-        bounds: tuple[Tensor, Tensor],
-        scale: float | None,
-    ) -> Tensor:
-        mask = _added_mask(tile, bounds, query.dtype)
-        out, summed = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, False, attn_mask=mask, scale=scale
-        )
-        ctx.save_for_backward(query, key, value, out, summed, *bounds)
-        ctx.tile, ctx.scale = tile, scale
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, summed, *bounds = ctx.saved_tensors
-        mask = _added_mask(ctx.tile, bounds, query.dtype)
-        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, query, key, value, out, summed, 0.0, False, attn_mask=mask, scale=ctx.scale
-        )
-        return (*gradients, None, None, None)
-
-
 def _has_runs(asked: Asked) -> bool:
     """Whether long runs of rows are tiles of their own, without a mask."""
     return asked.device.type == "cpu" and not (asked.is_scored or asked.dropout)
@@ -265,69 +208,3 @@ def _groups(tiles: Sequence[Tile], num_keys: int) -> list[_Group]:
         _Group(low, high, list(tiles[first:last]))
         for low, high, first, last in zip(starts, ends, cuts[:-1], cuts[1:], strict=True)
     ]
-
-
-def plan_tiles(table: AttentionTable, *, has_runs: bool = False) -> list[Tile]:
-    """Tiles that together have each row of the table once, in order. At least one, which may be empty.
-
-    has_runs: whether runs of rows are tiles of their own, however long.
-    """
-    pairs = table.pairs
-    sees = table.start < table.end
-    low = np.where(sees, table.start, table.num_keys).min(axis=0, initial=table.num_keys)
-    high = np.where(sees, table.end, 0).max(axis=0, initial=0)
-    runs = row_runs(table) if has_runs else []
-    cuts, causal_runs = _cuts(table, runs), {run.first for run in runs if run.is_causal}
-    tiles: list[Tile] = []
-    for first, last in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
-        tile = replace(_tile(first, last, low, high, pairs), is_run=first in causal_runs)
-        if tiles and last - tiles[-1].first <= _TILE and not (tile.is_run or tiles[-1].is_run):
-            joined = _tile(tiles[-1].first, last, low, high, pairs)
-            if _area(joined) <= _area(tiles[-1]) + _area(tile) + _CALL:
-                tiles[-1] = joined
-                continue
-        tiles.append(tile)
-    return tiles or [Tile(0, 0, 0, 0, True)]
-
-
-def _cuts(table: AttentionTable, runs: Sequence[RowRun]) -> np.ndarray:
-    """Where tiles may begin, int64: at each document's first row, every `_TILE` rows from there, and around runs."""
-    number = np.arange(table.num_rows)
-    new = np.diff(table.document, prepend=-1) != 0
-    first = np.flatnonzero(new)[np.cumsum(new) - 1] if table.num_rows else number
-    is_cut = (number - first) % _TILE == 0
-    for begin, end, _ in runs:
-        is_cut[begin:end] = False
-        is_cut[begin] = True
-        is_cut[end : end + 1] = True
-    return np.append(np.flatnonzero(is_cut), table.num_rows)
-
-
-def _tile(first: int, last: int, low: np.ndarray, high: np.ndarray, pairs: np.ndarray) -> Tile:
-    bottom, top = int(low[first:last].min()), int(high[first:last].max())
-    if top <= bottom:  # its rows see nothing
-        return Tile(first, last, 0, 0, True)
-    return Tile(first, last, bottom, top, bool((pairs[first:last] == top - bottom).all()))
-
-
-def _area(tile: Tile) -> int:
-    return (tile.last - tile.first) * (tile.high - tile.low)
-
-
-def _added_mask(tile: Tile, bounds: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """What is added to the scores of a tile that is not full, [rows, keys]: 0, or minus infinity."""
-    mask = _mask(tile, *bounds)
-    assert mask is not None, "a tile that is not full"
-    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)
-
-
-def _mask(tile: Tile, start: Tensor, end: Tensor) -> Tensor | None:
-    """bool [rows, keys] of a tile; None if it is full. start, end: int64 [num_intervals, num_rows] of the table."""
-    if tile.full:
-        return None
-    key = torch.arange(tile.low, tile.high, device=start.device)
-    rows = slice(tile.first, tile.last)
-    mask = (start[0, rows, None] <= key) & (key < end[0, rows, None])
-    for interval in range(1, len(start)):
-        mask |= (start[interval, rows, None] <= key) & (key < end[interval, rows, None])
-    return mask
