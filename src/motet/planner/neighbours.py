@@ -179,13 +179,18 @@ def _replicas(plan: Plan) -> Iterator[Plan]:
 
 def as_pipelines(job: Job, plan: Plan) -> Iterator[Plan]:
     """Data parallelism as replicas of one pipeline rank, whole and in two chunks: items stay with their examples, which
-    come in an order of their own, and no parameters are gathered for a pass."""
+    come in an order of their own, and no parameters are gathered for a pass. Then as fewer replicas, each of as many
+    context-parallel ranks as the cluster has for it."""
     (unit,) = plan.units
     whole = replace(unit, zero=min(unit.zero, 1), shard_size=0)
     changed = replace(plan, schedule="1f1b", balance="off", policy={})
     yield _with_unit(changed, 0, whole)
     if recut := evenly_cut(job, whole, plan.microbatch_size, 2):
         yield replace(_with_unit(changed, 0, recut), schedule="interleaved_1f1b")
+    for dp in divisors(plan.batch_size):
+        cp = plan.cluster.num_ranks // (unit.tp * dp)
+        if dp < unit.dp and cp > 1:
+            yield from _resized(changed, 0, replace(whole, dp=dp, cp=cp, zero=1))
 
 
 def _cuts(plan: Plan) -> Iterator[Plan]:
@@ -267,6 +272,11 @@ def _degrees(job: Job, plan: Plan) -> Iterator[Plan]:
             yield from _resized(plan, index, replace(unit, dp=unit.dp + 1))
         if left * unit.cp >= unit.num_ranks:
             yield from _resized(plan, index, replace(unit, cp=unit.cp + 1))
+        for dp in {1, *(unit.dp // factor for factor in prime_divisors(unit.dp))} - {unit.dp}:
+            # More than the factor that `_reshaped` moves, where ranks left over are enough for it.
+            cp = (unit.num_ranks + left) // (unit.tp * unit.pp * dp)
+            if cp * dp > unit.cp * unit.dp:
+                yield from _resized(plan, index, replace(unit, cp=cp, dp=dp))
 
 
 def _reshaped(job: Job, plan: Plan, unit: Unit) -> Iterator[Unit]:

@@ -51,9 +51,9 @@ from motet.simulate.predict.prediction import Prediction
 BUDGET, SIMULATION = 120_000, 1_500
 """What the refinement of a strategy's or shape's Plans spends, so that it finds what it would find alone. A simulation
 costs as many spans as its Timeline has, and SIMULATION more: what does not depend on spans takes about as long."""
-_AS_CHAINS, _PASSED, _IN_OTHER_ORDERS = "as chains", "passed", "in other orders"
+_AS_CHAINS, _PASSED, _LAST, _IN_OTHER_ORDERS = "as chains", "passed", "last", "in other orders"
 """Purses beside those of strategies and shapes: of `Refinement._as_chains`, of all descents from Plans that others have
-passed, and of `Refinement._in_other_orders`."""
+passed, of `Refinement._anywhere`, and of `Refinement._in_other_orders`."""
 _SHARE_PASSED = 0.5
 """What the second of these has of a budget."""
 REFINED_RANKS = 8
@@ -134,6 +134,7 @@ class Refinement:
         # 3. Neighbours of the same shape, then those of the same virtual pipeline.
         improved = self._within_shapes(improved)
         improved = self._within_virtual_pipelines(improved)
+        improved = self._anywhere(improved)
         # 4. What would be faster and lacks some memory.
         return self._in_other_orders(improved)
 
@@ -183,6 +184,15 @@ class Refinement:
         self._kept = None
         return _ended(improved, start, end) if end is not start else improved
 
+    def _anywhere(self, improved: list[SimulatedCandidate]) -> list[SimulatedCandidate]:
+        """The results with the fastest of them made faster by a descent through all shapes.
+
+        Those within a shape may have found it, when the descents through all had spent their budget on slower ones.
+        """
+        start = min(improved, key=lambda one: one.prediction.step_s)
+        self.seen = {_key(start.candidate.plan)}
+        return _ended(improved, start, self._descended(start, _LAST))
+
     def _passed(self) -> list[SimulatedCandidate]:
         """All Plans that descents have simulated and that fit."""
         return [self._named(one) for one in self._known.values() if one is not None and self._fits(one)]
@@ -197,9 +207,12 @@ class Refinement:
         for start in improved:
             is_colocated = start.candidate.plan.schedule == "data_parallel" and start.prediction.step_s <= limit_s
             for plan in as_pipelines(self.job, start.candidate.plan) if is_colocated else ():
-                if not self._allows(plan) or not self._spend(_AS_CHAINS, start.prediction, 1 + _NUM_VARIANTS):
+                if not self._allows(plan) or not self._spend(_AS_CHAINS, start.prediction):
                     continue
-                if (one := self._predicted(start, plan)) is None:
+                one = self._predicted(start, plan)
+                if one is None or one.prediction.step_s > limit_s:
+                    continue
+                if not self._spend(_AS_CHAINS, one.prediction, _NUM_VARIANTS):
                     continue
                 words = _words(start.candidate, plan)
                 candidate = replace(one.candidate, what=words, bound_s=self._bound_s, tell=tuple)
