@@ -73,6 +73,7 @@ class Choice:
                  order of these, so that outputs need no sorting. With "split", a cut item is on the rank of its
                  largest fragment, and its phase's loads are those of fragments.
     fragments:   with "split", whole sequences and fragments of others, and the rank of each; None: no sequence is cut.
+    before:      the assignments without balancing, one for each phase; (), if `home` was not given.
     cut_items:   encoder -> as `fragments`, of its items, where some are cut.
     predicted_s: predicted seconds by method; with "unbalanced", if `home` was given. Where "joint" cannot be the
                  fastest, those of the placement that its search would begin with.
@@ -100,6 +101,7 @@ class Choice:
     exchange_s: dict[str, float]
     moved_bytes: int
     why: str
+    before: tuple[Assignment, ...] = ()
     cut_items: Mapping[str, Split] = field(default_factory=dict)
     lacking_bytes: int = 0
     fits_whole: bool = True
@@ -226,6 +228,7 @@ def _chosen(method: Method, options: dict[str, _Option]) -> Choice:
         exchange_s={name: option.exchange_ns / NS_PER_S for name, option in options.items()},
         moved_bytes=options[method].moved_bytes,
         why=_why(method, options),
+        before=options[UNBALANCED].assignments if UNBALANCED in options else (),
         lacking_bytes=options[method].lacking_bytes,
         fits_whole=not all(option.lacking_bytes for name, option in options.items() if name in METHODS)
         or options.keys().isdisjoint(METHODS),
