@@ -2,6 +2,7 @@
 #include "joint.h"
 
 #include <algorithm>
+#include <functional>
 
 #include "balance.h"
 #include "tournament.h"
@@ -90,13 +91,13 @@ JointState place_by_sum(const JointProblem& problem) {
     for (int example = 0; example < problem.costs.num_examples(); ++example) {
         sums.push_back(problem.costs.sum_of(example));
     }
+    SortedItems sorted;
+    sort_heaviest_first(sums, sorted);
+    const auto costly = std::lower_bound(sorted.weights.begin(), sorted.weights.end(), 0, std::greater<>());
     JointState state(problem);
-    Tournament tournament(std::vector<std::int64_t>(problem.num_ranks, 0));
-    for (const auto example : heaviest_first(sums)) {
-        if (sums[example] == 0) break;
-        add(problem, state, tournament.lightest(), example);
-        tournament.add_to_lightest(sums[example]);
-    }
+    for (auto& examples : state.examples) examples.reserve(sums.size() / state.examples.size() * 3 / 2 + 2);
+    give_to_lightest({sorted.weights.begin(), costly}, std::vector<std::int64_t>(state.examples.size(), 0),
+                     [&](std::size_t place, int rank) { add(problem, state, rank, sorted.items[place]); });
     return state;
 }
 

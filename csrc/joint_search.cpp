@@ -383,7 +383,7 @@ private:
 }  // namespace
 
 void search_swaps(const JointProblem& problem, JointState& state, std::int64_t max_pairs) {
-    Search(problem, state).run(max_pairs);
+    if (max_pairs > 0) Search(problem, state).run(max_pairs);
 }
 
 }  // namespace motet

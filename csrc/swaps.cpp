@@ -2,10 +2,12 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
+#include <functional>
 #include <optional>
 #include <span>
 
 #include "balance.h"
+#include "changes.h"
 
 namespace motet {
 namespace {
@@ -22,32 +24,46 @@ struct Bundle {
     std::int32_t first = -1, second = -1;
 };
 
-// Nothing, and then the items of a rank that can move, lightest first.
+// Nothing, and then the items of a rank that can move, lightest first: their weights, and their places in the order of
+// weights. Weights stand by themselves, as most pairs of ranks are done with when these have been looked at.
 struct Movable {
     std::int32_t size = 0;
-    std::array<Bundle, 1 + kMovable> bundles;
+    std::array<std::int64_t, 1 + kMovable> weights{};
+    std::array<std::int32_t, 1 + kMovable> places{-1};
 
-    std::span<const Bundle> items() const { return {bundles.data() + 1, static_cast<std::size_t>(size)}; }
-    std::span<const Bundle> items_and_nothing() const { return {bundles.data(), static_cast<std::size_t>(size) + 1}; }
-
-    void append(const Bundle& item) { bundles[++size] = item; }
-    void insert(const Bundle& item) {
-        auto* const at = find(item);
-        if (at == bundles.data() + 1 + kMovable) return;
-        if (size < kMovable) ++size;  // else the heaviest is pushed out and stays where it is
-        std::move_backward(at, bundles.data() + size, bundles.data() + size + 1);
-        *at = item;
+    // first: 0 with nothing, 1 without.
+    std::span<const std::int64_t> weights_from(std::int32_t first) const {
+        return {weights.data() + first, static_cast<std::size_t>(1 + size - first)};
     }
-    void erase(const Bundle& item) {
-        auto* const at = find(item);
-        std::move(at + 1, bundles.data() + size + 1, at);
+    std::span<const Bundle> bundles_from(std::int32_t first, std::vector<Bundle>& bundles) const {
+        bundles.clear();
+        for (std::int32_t i = first; i <= size; ++i) bundles.push_back({weights[i], places[i], -1});
+        return bundles;
+    }
+
+    void append(std::int64_t weight, std::int32_t place) {
+        weights[++size] = weight;
+        places[size] = place;
+    }
+    void insert(std::int64_t weight, std::int32_t place) {
+        const auto at = find(place);
+        if (at > kMovable) return;
+        if (size < kMovable) ++size;  // else the heaviest is pushed out and stays where it is
+        std::move_backward(weights.begin() + at, weights.begin() + size, weights.begin() + size + 1);
+        std::move_backward(places.begin() + at, places.begin() + size, places.begin() + size + 1);
+        weights[at] = weight;
+        places[at] = place;
+    }
+    void erase(std::int32_t place) {
+        const auto at = find(place);
+        std::move(weights.begin() + at + 1, weights.begin() + size + 1, weights.begin() + at);
+        std::move(places.begin() + at + 1, places.begin() + size + 1, places.begin() + at);
         --size;
     }
 
 private:
-    Bundle* find(const Bundle& item) {
-        const auto lighter = [](const Bundle& a, const Bundle& b) { return a.first > b.first; };
-        return std::lower_bound(bundles.data() + 1, bundles.data() + 1 + size, item, lighter);
+    std::ptrdiff_t find(std::int32_t place) const {
+        return std::lower_bound(places.begin() + 1, places.begin() + 1 + size, place, std::greater<>()) - places.begin();
     }
 };
 
@@ -105,7 +121,8 @@ public:
           movable_(kept_movable()) {}
 
     void run() {
-        sort_ranks();
+        sort_heaviest_first(loads_, order_);
+        steps_left_ -= num_ranks_;
         if (loads_[at(0)] <= target_) return;
         find_movable();
         while (steps_left_ > 0 && loads_[at(0)] > target_) {
@@ -124,20 +141,32 @@ private:
     std::int32_t at(int place) const { return order_.items[place]; }
     std::int32_t from_end(int place) const { return order_.items[num_ranks_ - 1 - place]; }
 
+    // Few ranks have other loads than when they were sorted: the others are in their order.
     void sort_ranks() {
-        sort_heaviest_first(loads_, order_);
         steps_left_ -= num_ranks_;
+        const auto heavier = [&](std::int32_t a, std::int32_t b) {
+            return loads_[a] != loads_[b] ? loads_[a] > loads_[b] : a < b;
+        };
+        std::sort(changed_.begin(), changed_.end(), heavier);
+        const auto left = std::remove_if(order_.items.begin(), order_.items.end(),
+                                         [&](std::int32_t rank) { return is_changed_[rank]; });
+        sorted_.resize(order_.items.size());
+        std::merge(order_.items.begin(), left, changed_.begin(), changed_.end(), sorted_.begin(), heavier);
+        order_.items.swap(sorted_);
+        for (const auto rank : changed_) is_changed_[rank] = false;
+        changed_.clear();
     }
 
     void find_movable() {
         counts_.assign(num_ranks_, 0);
+        is_changed_.assign(num_ranks_, false);
         movable_.resize(std::max(movable_.size(), loads_.size()));
         for (int rank = 0; rank < num_ranks_; ++rank) movable_[rank].size = 0;
         for (auto place = static_cast<std::int32_t>(ranks_.size()); place-- > 0;) {
             ++counts_[ranks_[place]];
             Movable& movable = movable_[ranks_[place]];
-            const bool third = movable.size > 1 && movable.bundles[movable.size - 1].weight == weights_[place];
-            if (movable.size < kMovable && !third) movable.append({weights_[place], place});
+            const bool third = movable.size > 1 && movable.weights[movable.size - 1] == weights_[place];
+            if (movable.size < kMovable && !third) movable.append(weights_[place], place);
         }
     }
 
@@ -179,15 +208,15 @@ private:
     }
 
     void swap_at_random(std::int32_t a, std::int32_t b) {
-        const auto givable = movable_[a].items();
+        const auto givable = movable_[a].bundles_from(1, givable_);
         if (givable.empty()) return;
         const Bundle give = givable[random_.below(givable.size())];
         const std::int64_t limit = loads_[at(0)];
-        takable_.clear();
-        for (const Bundle& take : movable_[b].items()) {
+        movable_[b].bundles_from(1, takable_);
+        std::erase_if(takable_, [&](const Bundle& take) {
             const std::int64_t change = give.weight - take.weight;
-            if (loads_[a] - change < limit && loads_[b] + change < limit) takable_.push_back(take);
-        }
+            return loads_[a] - change >= limit || loads_[b] + change >= limit;
+        });
         if (!takable_.empty()) exchange(a, b, give, takable_[random_.below(takable_.size())]);
     }
 
@@ -195,25 +224,31 @@ private:
     bool swap(std::int32_t heavy, std::int32_t light, bool with_pairs) {
         const std::int64_t room = loads_[heavy] - loads_[light];
         if (room < 2) return false;
-        std::span<const Bundle> givable = movable_[heavy].items();
         // Where counts must be equal, an item goes for an item and a pair for a pair.
-        const bool may_take_nothing = !equal_counts_ || (!with_pairs && counts_[heavy] > counts_[light]);
-        std::span<const Bundle> takable =
-            may_take_nothing ? movable_[light].items_and_nothing() : movable_[light].items();
-        if (with_pairs) {
-            givable = add_pairs(givable, givable_);
-            takable = add_pairs(takable, takable_);
+        const int first = equal_counts_ && (with_pairs || counts_[heavy] <= counts_[light]) ? 1 : 0;
+        if (!with_pairs) {
+            const auto given = movable_[heavy].weights_from(1), taken = movable_[light].weights_from(first);
+            steps_left_ -= std::ssize(given) + std::ssize(taken);
+            if (!any_brings_closer(given, taken, room)) return false;
         }
-        steps_left_ -= (with_pairs ? kStepsPerBundle : 1) * (std::ssize(givable) + std::ssize(takable));
+        std::span<const Bundle> givable = movable_[heavy].bundles_from(1, givable_);
+        std::span<const Bundle> takable = movable_[light].bundles_from(first, takable_);
+        if (with_pairs) {
+            givable = add_pairs(givable_);
+            takable = add_pairs(takable_);
+            steps_left_ -= kStepsPerBundle * (std::ssize(givable) + std::ssize(takable));
+        }
         const std::int64_t enough = (target_ - loads_[heavy]) + (target_ - loads_[light]);
         const auto match = best_match(givable, takable, room, std::max<std::int64_t>(enough, 1));
         if (match) exchange(heavy, light, match->give, match->take);
         return match.has_value();
     }
 
-    std::span<const Bundle> add_pairs(std::span<const Bundle> singles, std::vector<Bundle>& bundles) const {
-        bundles.clear();
-        if (!equal_counts_) bundles.assign(singles.begin(), singles.end());
+    // Pairs of the bundles, which are single; with these, unless counts must be equal.
+    std::span<const Bundle> add_pairs(std::vector<Bundle>& bundles) {
+        singles_ = bundles;
+        if (equal_counts_) bundles.clear();
+        std::span<const Bundle> singles = singles_;
         if (!singles.empty() && singles[0].first < 0) singles = singles.subspan(1);
         singles = singles.first(std::min<std::size_t>(singles.size(), kPairable));
         for (std::size_t i = 0; i < singles.size(); ++i) {
@@ -228,6 +263,10 @@ private:
     void exchange(std::int32_t a, std::int32_t b, const Bundle& from_a, const Bundle& from_b) {
         loads_[a] += from_b.weight - from_a.weight;
         loads_[b] += from_a.weight - from_b.weight;
+        for (const auto rank : {a, b}) {
+            if (!is_changed_[rank]) changed_.push_back(rank);
+            is_changed_[rank] = true;
+        }
         take_out(a, from_a);  // both before anything is put in, which can push the heaviest out of what can move
         take_out(b, from_b);
         put_in(a, from_b);
@@ -237,7 +276,7 @@ private:
     void take_out(std::int32_t rank, const Bundle& bundle) {
         for (const auto place : {bundle.first, bundle.second}) {
             if (place < 0) continue;
-            movable_[rank].erase({weights_[place], place});
+            movable_[rank].erase(place);
             --counts_[rank];
         }
     }
@@ -245,7 +284,7 @@ private:
     void put_in(std::int32_t rank, const Bundle& bundle) {
         for (const auto place : {bundle.first, bundle.second}) {
             if (place < 0) continue;
-            movable_[rank].insert({weights_[place], place});
+            movable_[rank].insert(weights_[place], place);
             ++counts_[rank];
             ranks_[place] = rank;
         }
@@ -259,9 +298,11 @@ private:
     std::vector<std::int64_t>& loads_;
     const int num_ranks_;
     SortedItems order_;  // the ranks, heaviest first
+    std::vector<std::int32_t> changed_, sorted_;  // the ranks with other loads since; room for the next order
+    std::vector<char> is_changed_;
     std::vector<std::int32_t> counts_;
     std::vector<Movable>& movable_;
-    std::vector<Bundle> givable_, takable_;
+    std::vector<Bundle> givable_, takable_, singles_;
     RandomNumbers random_;
 };
 
