@@ -27,6 +27,10 @@ struct Entries {
     std::vector<std::int32_t> examples;
 
     std::size_t size() const { return weights.size(); }
+    void clear() {
+        weights.clear();
+        examples.clear();
+    }
     void reserve(std::size_t count) {
         weights.reserve(count);
         examples.reserve(count);
@@ -49,13 +53,19 @@ struct Entries {
     }
 };
 
-// The examples of one phase: placed by LPT, then swapped between heavy and light ranks.
+// The examples of one phase after the other: placed by LPT, then swapped between heavy and light ranks.
 class Level {
 public:
-    Level(const JointProblem& problem, JointState& state, int phase)
-        : costs_(problem.costs), state_(state), phase_(phase), entries_(problem.num_ranks) {
-        const std::int64_t bound = problem.bound[phase];
-        goal_ = bound + (bound >> kLevelBits);
+    Level(const JointProblem& problem, JointState& state)
+        : problem_(problem), costs_(problem.costs), state_(state), entries_(problem.num_ranks) {
+        const std::size_t share = problem.costs.num_examples() / entries_.size();
+        for (auto& examples : state.examples) examples.reserve(share + share / 2 + 2);
+    }
+
+    void begin(int phase) {
+        phase_ = phase;
+        goal_ = problem_.bound[phase] + (problem_.bound[phase] >> kLevelBits);
+        for (auto& entries : entries_) entries.clear();
     }
 
     void place_longest_first(const std::vector<std::int32_t>& examples) {
@@ -167,10 +177,11 @@ private:
         add(rank, entry.example, 1);
     }
 
+    const JointProblem& problem_;
     JointCosts costs_;
     JointState& state_;
-    int phase_;
-    std::int64_t goal_;
+    int phase_ = 0;
+    std::int64_t goal_ = 0;
     std::vector<Entries> entries_;
     std::vector<std::int64_t> loads_;
     SortedItems order_;        // of the ranks, counted from the last one
@@ -185,6 +196,7 @@ JointState place_phase_by_phase(const JointProblem& problem) {
     std::stable_sort(phases.begin(), phases.end(),
                      [&](int a, int b) { return problem.orders[a].size() < problem.orders[b].size(); });
     JointState state(problem);
+    Level level(problem, state);
     std::vector<bool> placed(problem.costs.num_examples(), false);
     for (const int phase : phases) {
         std::vector<std::int32_t> examples;
@@ -192,7 +204,7 @@ JointState place_phase_by_phase(const JointProblem& problem) {
             if (!placed[example]) examples.push_back(example);
             placed[example] = true;
         }
-        Level level(problem, state, phase);
+        level.begin(phase);
         level.place_longest_first(examples);
         level.swap_in_rounds();
         level.hand_over();

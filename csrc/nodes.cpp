@@ -11,6 +11,8 @@
 #include <tuple>
 #include <utility>
 
+#include "wide.h"
+
 namespace motet {
 namespace {
 
@@ -105,6 +107,13 @@ private:
     std::vector<std::size_t> start_;   // where each batch begins in of_batch_
 };
 
+// The largest of values, 0 or more: std::max_element looks at one after the other.
+MOTET_WIDE std::int64_t largest_of(const std::int64_t* values, std::ptrdiff_t count) {
+    std::int64_t most = 0;
+    for (std::ptrdiff_t place = 0; place < count; ++place) most = std::max(most, values[place]);
+    return most;
+}
+
 struct Swap {
     std::int64_t change = std::numeric_limits<std::int64_t>::max();
     int out = -1, in = -1;
@@ -158,7 +167,7 @@ public:
             if (swap.out < 0) continue;
             apply(swap);
             settled_until_[swap.out] = settled_until_[swap.in] = step + 2 + step % 4;
-            if (std::pair{sent_[heaviest()], total_} >= least) continue;
+            if (std::pair{most_sent(), total_} >= least) continue;
             best = node_of_;
             least = lower_threshold();
         }
@@ -174,7 +183,8 @@ public:
 
 private:
     bool is_full(int node) const { return static_cast<int>(batches_[node].size()) == volumes_.nodes.size(node); }
-    int heaviest() const { return static_cast<int>(std::ranges::max_element(sent_) - sent_.begin()); }
+    std::int64_t most_sent() const { return largest_of(sent_.data(), std::ssize(sent_)); }
+    int heaviest() const { return static_cast<int>(std::ranges::find(sent_, most_sent()) - sent_.begin()); }
     // What the sources of a node send more, or less, without, or with, the batch there.
     void send(int batch, int node, int sign) {
         for (const Entry& entry : volumes_.in_node(batch, node)) {
@@ -201,7 +211,7 @@ private:
         excess_[other] = excess_of(other);
     }
     std::pair<std::int64_t, std::int64_t> lower_threshold() {
-        const std::int64_t most = sent_[heaviest()];
+        const std::int64_t most = most_sent();
         threshold_ = most - (most >> 7);
         for (int node = 0; node < volumes_.nodes.count(); ++node) excess_[node] = excess_of(node);
         return {most, total_};

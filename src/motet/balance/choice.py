@@ -176,6 +176,8 @@ def choose(
     if "per_phase" in methods:
         backbone = assign_backbone(phases[0].lengths, phases[0].cost, num_ranks, held, backend)
         encoders = [_apart(phase, backbone, network, alone) for phase in phases[1:]]
+        for phase, placed in zip(phases, [backbone, *encoders], strict=True):
+            phase.learn_bound(placed)
         options["per_phase"] = _option(phases, network, [backbone, *encoders])
         options["per_phase"] = _sized(options["per_phase"], phases, room_bytes)
     if "joint" in methods and (start := _slow_start(phases, network, held, alone, options.get("per_phase"))):

@@ -110,6 +110,10 @@ class Phase:
             self._bounds[num_ranks] = lower_bound(self.lengths, num_ranks, self.cost)
         return self._bounds[num_ranks]
 
+    def learn_bound(self, placed: Assignment) -> None:
+        """Take the bound of its items that `assign` has found."""
+        self._bounds[placed.num_ranks] = int(placed.bound)
+
     def take(self, has_item: BoolArray, owner: Int64Array) -> Phase:
         """Of some of its items. has_item: bool [num_items]. owner: int64 [n], the example of each that is left."""
         columns = ("lengths", "output_bytes", "held", "rows", "key_lengths", "beside")
