@@ -90,7 +90,7 @@ def score(
     checked = checked_ranks(ranks, "ranks", len(weights), num_ranks)
     items, offsets = csr_from_ranks(checked, num_ranks)
     if isinstance(cost, Packed):
-        loads = np.zeros(num_ranks, dtype=np.int64)
+        loads: Int64Array = np.zeros(num_ranks, dtype=np.int64)
         np.add.at(loads, checked, weights)
     else:
         longest = np.zeros(num_ranks, dtype=np.int64)
