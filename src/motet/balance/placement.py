@@ -99,7 +99,7 @@ def score(
         if isinstance(cost, PaddedAttention):
             sums = np.zeros(num_ranks, dtype=np.int64)
             np.add.at(sums, checked, weights)
-            loads = cost.linear * sums + cost.quadratic * counts * longest**2
+            loads = cost.linear * sums + cost.quadratic * counts * longest * longest
         else:
             loads = counts * longest * (cost.linear + cost.quadratic * longest)
     return Assignment(checked, items, offsets, loads, _bound(weights, num_ranks, cost) if bound is None else bound)
