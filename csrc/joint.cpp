@@ -2,6 +2,7 @@
 #include "joint.h"
 
 #include <algorithm>
+#include <functional>
 
 #include "balance.h"
 #include "tournament.h"
@@ -33,8 +34,7 @@ JointProblem problem_of(JointCosts costs, int num_ranks) {
     return problem;
 }
 
-void add(const JointProblem& problem, JointState& state, int rank, int example) {
-    state.examples[rank].push_back(example);
+void add_loads(const JointProblem& problem, JointState& state, int rank, int example) {
     for (int phase = 0; phase < problem.costs.num_phases; ++phase) {
         state.loads_of(rank)[phase] += problem.costs.of(example)[phase];
     }
@@ -80,37 +80,47 @@ JointState place_by_peak(const JointProblem& problem) {
         const std::int32_t* row = shares.data() + static_cast<std::size_t>(example) * num_phases;
         const int rank = lowest_peak(row, loads.data(), num_ranks, num_phases, peaks.data());
         for (int phase = 0; phase < num_phases; ++phase) loads[phase * num_ranks + rank] += row[phase];
-        if (problem.costs.sum_of(example) > 0) add(problem, state, rank, example);
+        if (problem.costs.sum_of(example) == 0) continue;
+        state.examples[rank].push_back(example);
+        add_loads(problem, state, rank, example);
     }
     return state;
 }
 
-JointState place_by_sum(const JointProblem& problem) {
+// Takes LPT over sums in place of the best, if it is better.
+void improve_by_sum(const JointProblem& problem, JointState& best) {
     std::vector<std::int64_t> sums;
     for (int example = 0; example < problem.costs.num_examples(); ++example) {
         sums.push_back(problem.costs.sum_of(example));
     }
-    JointState state(problem);
-    Tournament tournament(std::vector<std::int64_t>(problem.num_ranks, 0));
-    for (const auto example : heaviest_first(sums)) {
-        if (sums[example] == 0) break;
-        add(problem, state, tournament.lightest(), example);
-        tournament.add_to_lightest(sums[example]);
+    SortedItems sorted;
+    sort_heaviest_first(sums, sorted);
+    const auto costly = std::lower_bound(sorted.weights.begin(), sorted.weights.end(), 0, std::greater<>());
+    JointState other(problem);
+    std::vector<int> ranks;
+    give_to_lightest({sorted.weights.begin(), costly}, std::vector<std::int64_t>(other.examples.size(), 0),
+                     [&](std::size_t place, int rank) {
+                         ranks.push_back(rank);
+                         add_loads(problem, other, rank, sorted.items[place]);
+                     });
+    if (other.objective() >= best.objective()) return;
+    for (std::size_t place = 0; place < ranks.size(); ++place) {
+        other.examples[ranks[place]].push_back(sorted.items[place]);
     }
-    return state;
+    best = std::move(other);
 }
 
 JointState best_state(const JointProblem& problem, std::int64_t max_pairs) {
     JointState best = place_phase_by_phase(problem);
     search_swaps(problem, best, max_pairs / 2);
+    const auto is_near = [&] { return best.objective() <= problem.goal(kNearBits); };
     const bool is_large = std::int64_t{problem.costs.num_examples()} * problem.num_ranks > kMaxPeaks;
-    for (const auto place : {place_by_peak, place_by_sum}) {
-        if (best.objective() <= problem.goal(kNearBits)) break;
-        if (place == place_by_peak && (is_large || max_pairs == 0)) continue;
-        JointState other = place(problem);
-        if (place == place_by_peak) search_swaps(problem, other, max_pairs / 2);
+    if (!is_near() && !is_large && max_pairs > 0) {
+        JointState other = place_by_peak(problem);
+        search_swaps(problem, other, max_pairs / 2);
         if (other.objective() < best.objective()) best = std::move(other);
     }
+    if (!is_near()) improve_by_sum(problem, best);
     return best;
 }
 

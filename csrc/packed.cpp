@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "balance.h"
+#include "tournament.h"
 
 namespace motet {
 namespace {
@@ -19,39 +20,12 @@ std::int64_t greatest_common_divisor(Weights descending) {
     return divisor;
 }
 
-// A tournament over ranks, of which the one with the smallest key wins. Each inner node keeps the loser of its match:
-// when the winner's key grows, the way from its leaf to the root holds all that it has to play again.
-template <class Key>
-class Smallest {
-public:
-    explicit Smallest(std::size_t num_ranks) : losers_(num_ranks) {
-        std::vector<Key> winners(2 * num_ranks);
-        for (std::size_t rank = 0; rank < num_ranks; ++rank) winners[num_ranks + rank] = rank;
-        for (std::size_t node = num_ranks - 1; node > 0; --node) {
-            winners[node] = std::min(winners[2 * node], winners[2 * node + 1]);
-            losers_[node] = std::max(winners[2 * node], winners[2 * node + 1]);
-        }
-        winner_ = winners[1];
-    }
-    Key key() const { return winner_; }
-    void grow(std::size_t rank, Key key) {
-        for (std::size_t node = (losers_.size() + rank) / 2; node > 0; node /= 2) {
-            const Key other = losers_[node], smaller = std::min(other, key);
-            losers_[node] = other ^ key ^ smaller;  // the larger; a branch here would be guessed wrong half the time
-            key = smaller;
-        }
-        winner_ = key;
-    }
-
-private:
-    std::vector<Key> losers_;
-    Key winner_;
-};
-
 // Keys hold, from the high bits down, the count (where counts must be equal), the load and the rank.
 template <class Key>
 void longest_first(Weights descending, int num_ranks, int rank_bits, Key one_item, std::vector<std::int32_t>& ranks) {
-    Smallest<Key> smallest(num_ranks);
+    std::vector<Key> keys(num_ranks);
+    std::iota(keys.begin(), keys.end(), Key{0});
+    Smallest<Key> smallest(keys);
     const Key rank_mask = (Key{1} << rank_bits) - 1;
     for (std::size_t place = 0; place < descending.size(); ++place) {
         const Key key = smallest.key();

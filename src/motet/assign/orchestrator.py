@@ -277,7 +277,7 @@ class Orchestrator:
                 input_bytes=input_bytes,
                 room_bytes=self.costs.times.room_bytes,
             )
-            return self.decision_of(choice, lengths, work, start_s)
+            return self.decision_of(choice, work, start_s)
         before = self._before(lengths, work)
         held = None if input_bytes is None else Held(lengths.home, input_bytes, self.ranks_per_node)
         assignments = self._balance_each(lengths, work, before[BACKBONE], held)
@@ -348,10 +348,10 @@ class Orchestrator:
             for phase, cost in self.costs.costs.items()
         }
 
-    def decision_of(self, choice: Choice, lengths: BatchLengths, work: PhaseWork, start_s: float) -> Decision:
-        """The Decision that a Choice for these lengths stands for. start_s: when deciding began."""
+    def decision_of(self, choice: Choice, work: PhaseWork, start_s: float) -> Decision:
+        """The Decision that a Choice, made with `home`, stands for. start_s: when deciding began."""
         assignments = dict(zip(self.costs.names, choice.assignments, strict=True))
-        before = self._before(lengths, work)
+        before = dict(zip(self.costs.names, choice.before, strict=True))
         decide_s = time.perf_counter() - start_s
         return Decision(
             assignments,

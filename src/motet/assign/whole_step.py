@@ -102,12 +102,11 @@ def decide_step(
     decisions = [
         orchestrator.decision_of(
             chosen,
-            part,
             # The work of an item does not depend on the other items.
             {name: column[(choice.microbatch == index)[lengths.of(name).example]] for name, column in work.items()},
             chosen_s,
         )
-        for index, (chosen, (_, part)) in enumerate(zip(choice.choices, parts, strict=True))
+        for index, chosen in enumerate(choice.choices)
     ]
     return DecidedStep(
         _microbatches(parts, decisions),

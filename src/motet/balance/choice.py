@@ -73,6 +73,7 @@ class Choice:
                  order of these, so that outputs need no sorting. With "split", a cut item is on the rank of its
                  largest fragment, and its phase's loads are those of fragments.
     fragments:   with "split", whole sequences and fragments of others, and the rank of each; None: no sequence is cut.
+    before:      the assignments without balancing, one for each phase; (), if `home` was not given.
     cut_items:   encoder -> as `fragments`, of its items, where some are cut.
     predicted_s: predicted seconds by method; with "unbalanced", if `home` was given. Where "joint" cannot be the
                  fastest, those of the placement that its search would begin with.
@@ -100,6 +101,7 @@ class Choice:
     exchange_s: dict[str, float]
     moved_bytes: int
     why: str
+    before: tuple[Assignment, ...] = ()
     cut_items: Mapping[str, Split] = field(default_factory=dict)
     lacking_bytes: int = 0
     fits_whole: bool = True
@@ -174,6 +176,8 @@ def choose(
     if "per_phase" in methods:
         backbone = assign_backbone(phases[0].lengths, phases[0].cost, num_ranks, held, backend)
         encoders = [_apart(phase, backbone, network, alone) for phase in phases[1:]]
+        for phase, placed in zip(phases, [backbone, *encoders], strict=True):
+            phase.learn_bound(placed)
         options["per_phase"] = _option(phases, network, [backbone, *encoders])
         options["per_phase"] = _sized(options["per_phase"], phases, room_bytes)
     if "joint" in methods and (start := _slow_start(phases, network, held, alone, options.get("per_phase"))):
@@ -226,6 +230,7 @@ def _chosen(method: Method, options: dict[str, _Option]) -> Choice:
         exchange_s={name: option.exchange_ns / NS_PER_S for name, option in options.items()},
         moved_bytes=options[method].moved_bytes,
         why=_why(method, options),
+        before=options[UNBALANCED].assignments if UNBALANCED in options else (),
         lacking_bytes=options[method].lacking_bytes,
         fits_whole=not all(option.lacking_bytes for name, option in options.items() if name in METHODS)
         or options.keys().isdisjoint(METHODS),

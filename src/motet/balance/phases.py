@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -15,7 +15,7 @@ from motet.balance.checks import checked_integers, checked_ranks
 from motet.balance.costs import Cost, Packed
 from motet.balance.home import assign_from_home, renamed
 from motet.balance.item_bytes import ItemBytes
-from motet.balance.placement import assign, score
+from motet.balance.placement import assign, lower_bound, score
 from motet.balance.weights import item_weights
 from motet.core.arrays import BoolArray, Int32Array, Int64Array
 from motet.core.assignment import Assignment
@@ -102,6 +102,17 @@ class Phase:
     tile_rows: int = 0
     merged: tuple[tuple[Int64Array, int], ...] = ()
     waits: bool = True
+    _bounds: dict[int, int] = field(default_factory=dict, init=False, repr=False)
+
+    def bound(self, num_ranks: int) -> int:
+        """`lower_bound` of its items on so many ranks, which is kept, as many placements of them are scored."""
+        if num_ranks not in self._bounds:
+            self._bounds[num_ranks] = lower_bound(self.lengths, num_ranks, self.cost)
+        return self._bounds[num_ranks]
+
+    def learn_bound(self, placed: Assignment) -> None:
+        """Take the bound of its items that `assign` has found."""
+        self._bounds[placed.num_ranks] = int(placed.bound)
 
     def take(self, has_item: BoolArray, owner: Int64Array) -> Phase:
         """Of some of its items. has_item: bool [num_items]. owner: int64 [n], the example of each that is left."""
@@ -137,7 +148,7 @@ def computing_ns(phases: Sequence[Phase], assignments: Sequence[Assignment], mee
 
 def scored_phase(phase: Phase, ranks: Int32Array, num_ranks: int) -> Assignment:
     """The Assignment that puts the items of a phase on the given ranks, int32 [num_items]."""
-    return score(ranks, phase.lengths, num_ranks, phase.cost)
+    return score(ranks, phase.lengths, num_ranks, phase.cost, bound=phase.bound(num_ranks))
 
 
 def follow(phase: Phase, backbone: Assignment) -> Assignment:

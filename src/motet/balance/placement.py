@@ -77,9 +77,12 @@ def assign(
     return Assignment(*core.padded(weights, num_ranks, cost.linear, cost.quadratic))
 
 
-def score(ranks: ArrayLike, lengths: LengthsLike, num_ranks: int, cost: Cost = _DEFAULT_COST) -> Assignment:
+def score(
+    ranks: ArrayLike, lengths: LengthsLike, num_ranks: int, cost: Cost = _DEFAULT_COST, *, bound: int | None = None
+) -> Assignment:
     """The Assignment of any placement, ranks int [num_items], with its loads and the bound; items in item order.
 
+    bound: `lower_bound` of these items, which takes as long as all else here, if it is known.
     Raises ArgumentError as `assign` does, and for ranks outside 0 .. num_ranks - 1 or not one for each item.
     """
     weights = item_weights(lengths, cost)
@@ -87,8 +90,8 @@ def score(ranks: ArrayLike, lengths: LengthsLike, num_ranks: int, cost: Cost = _
     checked = checked_ranks(ranks, "ranks", len(weights), num_ranks)
     items, offsets = csr_from_ranks(checked, num_ranks)
     if isinstance(cost, Packed):
-        before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(weights[items])])
-        loads = before[offsets[1:]] - before[offsets[:-1]]
+        loads: Int64Array = np.zeros(num_ranks, dtype=np.int64)
+        np.add.at(loads, checked, weights)
     else:
         longest = np.zeros(num_ranks, dtype=np.int64)
         np.maximum.at(longest, checked, weights)
@@ -96,10 +99,10 @@ def score(ranks: ArrayLike, lengths: LengthsLike, num_ranks: int, cost: Cost = _
         if isinstance(cost, PaddedAttention):
             sums = np.zeros(num_ranks, dtype=np.int64)
             np.add.at(sums, checked, weights)
-            loads = cost.linear * sums + cost.quadratic * counts * longest**2
+            loads = cost.linear * sums + cost.quadratic * counts * longest * longest
         else:
             loads = counts * longest * (cost.linear + cost.quadratic * longest)
-    return Assignment(checked, items, offsets, loads, _bound(weights, num_ranks, cost))
+    return Assignment(checked, items, offsets, loads, _bound(weights, num_ranks, cost) if bound is None else bound)
 
 
 def lower_bound(lengths: LengthsLike, num_ranks: int, cost: Cost = _DEFAULT_COST) -> int:

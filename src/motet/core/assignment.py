@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from motet.core.arrays import Float64Array, Int32Array, Int64Array
 
@@ -102,7 +103,7 @@ class Assignment:
         Returns the rank of each part, int32 [num_parts], and the parts in slot order, int64 [num_parts]: by rank, then
         by the owner's position, then by part number. O(num_parts log num_parts).
         """
-        return self.ranks[owner], np.argsort(self.slots[owner], kind="stable")
+        return self.ranks[owner], _stable_order(self.slots[owner], len(self.items))
 
 
 def max_sum(loads: Int64Array) -> int:
@@ -120,5 +121,10 @@ def csr_from_ranks(ranks: Int32Array, num_ranks: int) -> tuple[Int64Array, Int64
     """
     offsets = np.zeros(num_ranks + 1, dtype=np.int64)
     np.cumsum(np.bincount(ranks, minlength=num_ranks), out=offsets[1:])
-    short = ranks.astype(np.min_scalar_type(num_ranks))  # numpy sorts types of 16 bits some ten times faster
-    return np.argsort(short, kind="stable").astype(np.int64), offsets
+    return _stable_order(ranks, num_ranks), offsets
+
+
+def _stable_order(values: NDArray[np.integer], limit: int) -> Int64Array:
+    """The places of values from 0 to below `limit`, lowest value first, equal ones in order, int64 [len(values)]."""
+    short = values.astype(np.min_scalar_type(limit))  # numpy sorts types of 16 bits some ten times faster
+    return np.argsort(short, kind="stable").astype(np.int64, copy=False)

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from motet.core.arrays import BoolArray, Float64Array, Int64Array
+from motet.core.arrays import Float64Array, Int64Array
 from motet.core.cluster import Link
 from motet.core.nodes import RanksPerNode, node_of_ranks
 
@@ -70,19 +70,14 @@ def moved(
     microbatch:           [num_items], the microbatch of each item; by default there is one.
     Returns [num_microbatches, 2, num_ranks]. Exact below 2^53. O(num_items + num_microbatches * num_ranks).
     """
-    shape = num_microbatches, len(node)
-    first = np.zeros(len(source), dtype=np.int64) if microbatch is None else microbatch.astype(np.int64) * len(node)
-    crosses = node[source] != node[sink]
-
-    def summed(items: BoolArray) -> Float64Array:
-        """The sums over the items of a mask, [num_microbatches, 2, num_ranks]."""
-        ends = [
-            np.bincount(first[items] + rank[items], amount[items], num_microbatches * len(node)).reshape(shape)
-            for rank in (source, sink)
-        ]
-        return np.stack(ends, axis=1)
-
-    return Moved(summed((source != sink) & ~crosses), summed(crosses))
+    # One table for bytes inside nodes, one for those between them. What stays counts 0 in the first.
+    num_rows, leaves = num_microbatches * len(node), amount * (source != sink).astype(np.float64)
+    first = (node[source] != node[sink]) * num_rows
+    if microbatch is not None:
+        first += microbatch.astype(np.int64) * len(node)
+    ends = [np.bincount(first + rank, leaves, 2 * num_rows) for rank in (source, sink)]
+    inside, crossing = np.stack([end.reshape(2, num_microbatches, len(node)) for end in ends], axis=2)
+    return Moved(inside, crossing)
 
 
 def hop_of_all_gather(holder: NDArray[np.integer], amount: NDArray[np.integer], node: NDArray[np.integer]) -> Moved:

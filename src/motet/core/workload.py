@@ -70,9 +70,10 @@ class ItemLengths:
         starts = self._starts
         first = starts[np.minimum(examples, len(starts) - 1)]
         counts = starts[np.minimum(examples + 1, len(starts) - 1)] - first
-        return replace(
-            self.take_items(rows_of_runs(first, counts)), example=np.repeat(np.arange(len(examples)), counts)
-        )
+        example = np.repeat(np.arange(len(examples)), counts)
+        # As `rows_of_runs`, by what is repeated already.
+        items = np.arange(len(example)) + (first - (np.cumsum(counts) - counts))[example]
+        return replace(self.take_items(items), example=example)
 
     @cached_property
     def _starts(self) -> Int64Array:

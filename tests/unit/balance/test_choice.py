@@ -21,6 +21,7 @@ from motet.balance import (
     choose,
     crossing,
     follow,
+    score,
 )
 from motet.balance.phases import KeyExchange, joint_costs
 from motet.core.errors import ArgumentError
@@ -79,6 +80,20 @@ def test_the_fastest_method_is_chosen_and_reported(drawn, link):
     assert (again.method, again.why, again.predicted_s) == (choice.method, choice.why, choice.predicted_s)
     for a, b in zip(again.assignments, choice.assignments):
         np.testing.assert_array_equal(a.items, b.items)
+
+
+@given(microbatches)
+def test_what_is_not_balanced_is_told_and_bounds_are_those_of_each_phase(drawn):
+    seed, num_examples, num_ranks = drawn
+    phases = draw_phases(seed, num_examples)
+    home = np.arange(num_examples, dtype=np.int32) % num_ranks
+    choice = choose(phases, num_ranks, SLOW, home=home)
+    for phase, before, placed in zip(phases, choice.before, choice.assignments, strict=True):
+        expected = score(home[phase.owner], phase.lengths, num_ranks, phase.cost)
+        for name in ("ranks", "items", "offsets", "loads"):
+            np.testing.assert_array_equal(getattr(before, name), getattr(expected, name))
+        assert before.bound == placed.bound == expected.bound
+    assert choose(phases, num_ranks, SLOW).before == ()
 
 
 @given(microbatches)
