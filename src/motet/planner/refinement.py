@@ -207,8 +207,9 @@ class Refinement:
         for start in improved:
             is_colocated = start.candidate.plan.schedule == "data_parallel" and start.prediction.step_s <= limit_s
             for plan in as_pipelines(self.job, start.candidate.plan) if is_colocated else ():
-                if not self._allows(plan) or not self._spend(_AS_CHAINS, start.prediction):
+                if not self._allows(plan) or not self._can_spend(_AS_CHAINS, start.prediction, 1 + _NUM_VARIANTS):
                     continue
+                self._spend(_AS_CHAINS, start.prediction)
                 one = self._predicted(start, plan)
                 if one is None or one.prediction.step_s > limit_s:
                     continue
@@ -389,11 +390,13 @@ class Refinement:
 
     def _spend(self, purse: Hashable, like: Prediction, times: int = 1) -> bool:
         """Whether a budget has some simulations like this one left, which are then spent."""
-        cost = times * self._cost(like)
-        if cost > self.left[purse]:
+        if not self._can_spend(purse, like, times):
             return False
-        self.left[purse] -= cost
+        self.left[purse] -= times * self._cost(like)
         return True
+
+    def _can_spend(self, purse: Hashable, like: Prediction, times: int) -> bool:
+        return times * self._cost(like) <= self.left[purse]
 
     def _cost(self, like: Prediction) -> int:
         return len(like.timeline) + SIMULATION

@@ -127,6 +127,18 @@ def test_degrees_take_any_prime_factor_and_ranks_left_over():
     assert {other.units[0].cp for other in fitting(four)} >= {2, 4, 5}
 
 
+def test_fewer_replicas_take_all_ranks_that_are_left():
+    """Of 7 ranks, 6 in pairs or alone have all 7 on one sequence as a neighbour, which no factor of 6 leads to."""
+    cluster = replace(JOB.cluster, num_nodes=1, ranks_per_node=7)
+    whole = {"image": 6, "audio": 4, "backbone": 8}
+    pairs = replace(plan(Unit("all", (whole,), cp=3, dp=2)), cluster=cluster)
+    colocated = plan(Unit("all", (whole,), dp=4), schedule="data_parallel", microbatch_size=1)
+    for before in (pairs, replace(colocated, cluster=cluster)):
+        shapes = {(other.units[0].cp, other.units[0].dp) for other in fitting(before)}
+        assert (7, 1) in shapes
+        assert all(cp * dp <= 7 for cp, dp in shapes)
+
+
 def test_few_blocks_are_cut_anew_in_every_way_where_ranks_have_several_stages():
     """From 3 images, one with a layer of the backbone, ... no single block moves to what is even for both ranks."""
     small = multimodal("small", language_model(LLM, 3, 1000), [connect(vit("image", ENCODER, 4), 512, "linear")])
