@@ -14,6 +14,7 @@ class TransposedLinear(nn.Linear):
     """x [..., in] -> x weight + bias [..., out]. It has the parameters that it is given.
 
     Example:
+        >>> import torch
         >>> layer = TransposedLinear(nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.zeros(2)))
         >>> layer.in_features, layer(torch.ones(3)).tolist()
         (3, [3.0, 3.0])

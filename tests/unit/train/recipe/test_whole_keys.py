@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from motet.assign.balancing import operation_costs
 from motet.assign.context_rows import context_rows
@@ -115,6 +115,14 @@ def sequences_with(*num_images, length=12):
     return BatchLengths(sequence, 0 * sequence, 0 * sequence, {"image": ItemLengths(example, 64 * one, one)})
 
 
+KERNELS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *rest, **options: (
+        sdpa_flop_count(query, key, value)
+    )
+}
+"""That of tiles, which the counter does not know."""
+
+
 def counted_and_priced(model, num_images, priced):
     """Operations of a forward pass of the backbone: torch counts them, and so does the model's spec.
 
@@ -125,7 +133,8 @@ def counted_and_priced(model, num_images, priced):
     packed = Packed.of([12] * len(num_images), image=places)
     packed.key_rows = torch.full(packed.tokens.shape, num_rows)
     rows = torch.ones(len(places), model.backbone.row_width("image"))
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    counter = FlopCounterMode(display=False, custom_mapping=KERNELS)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
         num_targets = model.backbone(packed, {"image": rows})[1]
     [module] = [each for each in model_spec(model).modules if each.name == BACKBONE]
     module, items = Module.of(BACKBONE, map(priced, module.layers)), batch.of(BACKBONE)
