@@ -6,7 +6,7 @@ import dataclasses
 import shlex
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -210,8 +210,10 @@ class _Run:
         try:
             yield
         except BaseException as error:
-            newest = self.job.checkpointer.newest
-            complete_origin(error, saved=f"The newest checkpoint is {newest}." if newest else "There is no checkpoint.")
+            with suppress(OSError):  # Of a folder out of reach, which must not hide the error.
+                newest = self.job.checkpointer.newest
+                saved = f"The newest checkpoint is {newest}." if newest else "There is no checkpoint."
+                complete_origin(error, saved=saved)
             raise
 
     @contextmanager
