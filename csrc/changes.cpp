@@ -41,7 +41,7 @@ MOTET_WIDE bool any_below(const std::int64_t* given, std::ptrdiff_t num_given, c
 }  // namespace
 
 bool any_brings_closer(std::span<const std::int64_t> given, std::span<const std::int64_t> taken, std::int64_t room) {
-    return any_below(given.data(), std::ssize(given), taken.data(), std::ssize(taken), room);
+    return room > 0 && any_below(given.data(), std::ssize(given), taken.data(), std::ssize(taken), room);
 }
 
 }  // namespace motet

@@ -2,14 +2,12 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
-#include <cstring>
 #include <functional>
-#include <limits>
 #include <optional>
 #include <span>
 
 #include "balance.h"
-#include "wide.h"
+#include "changes.h"
 
 namespace motet {
 namespace {
@@ -19,7 +17,6 @@ constexpr int kPairable = 16;        // so many of these form pairs
 constexpr int kPairRounds = 16;
 constexpr int kStepsPerBundle = 8;   // a bundle is made and sorted before it is looked at
 constexpr int kStepsPerShake = 16;
-constexpr int kLanes = 4;            // weights that are compared at once
 constexpr int kAhead = 4;            // pairs of ranks ahead whose items are fetched while others are compared
 constexpr int kFewChanged = 8;       // of so many ranks one may have changed for their order to be mended, not made
 
@@ -29,19 +26,15 @@ struct Bundle {
     std::int32_t first = -1, second = -1;
 };
 
-// Nothing, and then the items of a rank that can move, lightest first. Behind them stand weights that nobody gives.
+// Nothing, and then the items of a rank that can move, lightest first.
 struct Movable {
-    static constexpr int kRoom = (1 + kMovable + kLanes - 1) / kLanes * kLanes;
-    static constexpr std::int64_t kNever = std::numeric_limits<std::int64_t>::max();
-
-    std::array<std::int64_t, kRoom> weights;
+    std::array<std::int64_t, 1 + kMovable> weights;
     std::array<std::int32_t, 1 + kMovable> places;
     std::int32_t size = 0;
 
     Bundle at(std::size_t index) const { return {weights[index], places[index]}; }
     void clear() {
         size = 0;
-        weights.fill(kNever);
         weights[0] = 0;
         places[0] = -1;
     }
@@ -62,7 +55,7 @@ struct Movable {
         const auto index = find(place);
         std::move(weights.begin() + index + 1, weights.begin() + size + 1, weights.begin() + index);
         std::move(places.begin() + index + 1, places.begin() + size + 1, places.begin() + index);
-        weights[size--] = kNever;
+        --size;
     }
 
 private:
@@ -79,27 +72,9 @@ struct Items {
     std::size_t first, count;
 
     std::size_t size() const { return count; }
+    std::span<const std::int64_t> weights() const { return {movable->weights.data() + first, count}; }
     Bundle operator[](std::size_t index) const { return movable->at(first + index); }
 };
-
-// Whether a swap changes loads by more than 0 and less than room. takable has weights that nobody gives behind its
-// end, up to a multiple of kLanes.
-MOTET_WIDE bool has_match(const std::int64_t* givable, std::size_t num_givable, const std::int64_t* takable,
-                          std::size_t num_takable, std::int64_t room) {
-    using Lanes = std::int64_t __attribute__((vector_size(kLanes * sizeof(std::int64_t))));
-    Lanes found{};
-    for (std::size_t first = 0; first < num_takable; first += kLanes) {
-        Lanes taken;
-        std::memcpy(&taken, takable + first, sizeof taken);
-        for (std::size_t give = 0; give < num_givable; ++give) {
-            const Lanes change = givable[give] - taken;
-            found |= (change > 0) & (change < room);
-        }
-    }
-    std::int64_t any = 0;
-    for (int lane = 0; lane < kLanes; ++lane) any |= found[lane];
-    return any;
-}
 
 // Numbers that look random and are the same everywhere: a linear congruential generator, its high bits.
 class RandomNumbers {
@@ -295,10 +270,7 @@ private:
         } else {
             steps_left_ -= static_cast<std::int64_t>(givable.count + takable.count);
             // Of some thirty pairs of ranks one has a match.
-            if (!has_match(givable.movable->weights.data() + givable.first, givable.count,
-                           takable.movable->weights.data() + takable.first, takable.count, room)) {
-                return false;
-            }
+            if (!any_brings_closer(givable.weights(), takable.weights(), room)) return false;
             match = best_match(givable, takable, room, enough);
         }
         if (match) exchange(heavy, light, match->give, match->take);

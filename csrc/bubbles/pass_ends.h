@@ -2,7 +2,9 @@
 // contract is in src/motet/planner/bubble_filling/_pass_ends.pyi.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace motet {

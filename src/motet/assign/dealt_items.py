@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from motet.assign.item_shares import shares_of_cells
+from motet.assign.item_shares import CellShares, shares_of_cells
 from motet.assign.step import ModuleAssignment
 from motet.core.arrays import Int64Array
 from motet.core.cuts import ItemCuts, shares_between
@@ -18,19 +18,12 @@ from motet.core.spec import Module
 
 
 @dataclass(frozen=True, eq=False)
-class DealtItems:
+class DealtItems(CellShares):
     """Items of an encoder on ranks, which are numbered replica * num_ranks + c.
 
     ranks: int64 [num_items], of each item, or of the largest fragment that its replica has of one that is cut.
-    item, rank, begin, end, units: int64 [num_fragments], as of `ItemCuts`, by item, then by row.
+    Fragments are as of `CellShares`, by item, then by row.
     """
-
-    ranks: Int64Array
-    item: Int64Array
-    rank: Int64Array
-    begin: Int64Array
-    end: Int64Array
-    units: Int64Array
 
     def cuts(self, position: Int64Array) -> ItemCuts | None:
         """The items that are cut, where ranks have them by position, int64 [num_items]; None: all are whole."""
