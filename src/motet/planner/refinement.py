@@ -1,6 +1,7 @@
 """The fastest Plans of a search, made faster step by step: from each to a neighbour that is faster; where none is, on
 from the least slow one, as far as the budget reaches. Then the same within each shape of the backbone and within each
-virtual pipeline, from the fastest Plan that was simulated. Last, what lacks little memory, in other orders.
+virtual pipeline, from the fastest Plan that was simulated, and from the fastest of all through all shapes once more.
+Last, what lacks little memory, in other orders.
 
 Estimates in closed form decide what is proposed and simulated. They are some per cent wrong, so a neighbour of a
 proposed Plan, or one that was proposed and not given its best order of examples, may be the fastest. On few ranks,
@@ -173,12 +174,12 @@ class Refinement:
 
     def _within(
         self,
-        kept: _Shape | _Pipeline,
+        kept: _Shape | _Pipeline | None,
         start: SimulatedCandidate,
         purse: Hashable,
         improved: list[SimulatedCandidate],
     ) -> list[SimulatedCandidate]:
-        """The results with the end of a descent that keeps to a shape, or to a pipeline of it, and finds something."""
+        """The results with the end of a descent that finds something. kept: what it keeps to; None: goes anywhere."""
         self._kept, self.seen = kept, {_key(start.candidate.plan)}
         end = self._descended(start, purse)
         self._kept = None
@@ -190,8 +191,7 @@ class Refinement:
         Those within a shape may have found it, when the descents through all had spent their budget on slower ones.
         """
         start = min(improved, key=lambda one: one.prediction.step_s)
-        self.seen = {_key(start.candidate.plan)}
-        return _ended(improved, start, self._descended(start, _LAST))
+        return self._within(None, start, _LAST, improved)
 
     def _passed(self) -> list[SimulatedCandidate]:
         """All Plans that descents have simulated and that fit."""
