@@ -195,7 +195,8 @@ def rows_into(module: nn.Module, rows: Callable[[], ItemRows]) -> Iterator[None]
 
 @contextmanager
 def some_more_rows(num_rows: int, numbers: Callable[[], Int64Array]) -> Iterator[None]:
-    """In the block, tensors have so many rows, as the module has them around it, or some of these.
+    """In the block, tensors have so many rows, as the module has them around it, or some of these; or others that it
+    has around it, as attention has whose heads are dealt out.
 
     numbers: gives the numbers of these among all, int64 [n]; it is called if there is anything to draw for.
     """
@@ -204,7 +205,7 @@ def some_more_rows(num_rows: int, numbers: Callable[[], Int64Array]) -> Iterator
     if draws is not None:
         item, row = _rows_of_items(draws, (num_rows,))
         some = numbers()
-        draws.counts = ItemRows(item, row), ItemRows(item[some], row[some])
+        draws.counts = ItemRows(item, row), ItemRows(item[some], row[some]), *before
     try:
         yield
     finally:

@@ -287,7 +287,7 @@ IN_HEAD_GROUPS = [
 """Keys and values of the second half of the heads travel while attention of the first is computed."""
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(OF_BACKBONES, {2: (0, 9), 4: (1,)}))
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(OF_BACKBONES, {2: (0, 9), 4: (1, 9)}))
 def test_ranks_that_share_sequences_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)
 

@@ -7,7 +7,18 @@ from torch import nn
 from torch.nn import functional
 
 from motet.core.errors import UserError
-from motet.dropout import ENTER, arranged, drawing, dropped_out, drops_out, example_keys, in_block, item_keys
+from motet.dropout import (
+    ENTER,
+    ItemRows,
+    arranged,
+    drawing,
+    dropped_out,
+    drops_out,
+    example_keys,
+    in_block,
+    item_keys,
+    some_more_rows,
+)
 from motet.models.attention import PackedItems, PaddedClips, QueriedItems
 from motet.models.block import Block
 
@@ -39,6 +50,16 @@ def test_nor_on_padding():
         padded = plain(torch.ones(3, 9, 64, dtype=torch.float64))
     with drawing("audio", {"audio": KEYS[1:2]}):
         assert torch.equal(plain(torch.ones(1, 4, 64, dtype=torch.float64))[0], padded[1, :4])
+
+
+def test_parts_of_rows_leave_room_for_all_rows_of_whole_items():
+    own = ItemRows(np.array([0, 0, 1, 2, 2]), np.array([1, 3, 0, 0, 2]))
+    draws = drawing("backbone", {"backbone": KEYS})
+    with draws, arranged(ENTER, lambda: [own, COUNTS]), some_more_rows(5, lambda: np.array([1, 4])):
+        # Tensor-parallel ranks have parts of a context-parallel rank's rows; Ulysses deals out heads of all rows.
+        assert [len(plain(torch.ones(count, 64))) for count in (5, 2, 8)] == [5, 2, 8]
+        with pytest.raises(UserError, match=r"\[4\] rows"):
+            plain(torch.ones(4, 64))
 
 
 def test_masks_differ_between_rows_columns_draws_places_modules_examples_and_steps():
