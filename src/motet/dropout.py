@@ -36,7 +36,7 @@ from motet.on_device import on_device
 
 _SECOND_HALF = 2**15
 """The number of the first draw of a block's second half, so that it draws the same where the halves run apart."""
-ENTER, BEFORE, BETWEEN, PROJECTOR, AFTER = range(-5, 0)
+MERGE, ENTER, BEFORE, BETWEEN, PROJECTOR, AFTER = range(-6, 0)
 """Places outside of blocks. Block n is place 2 n + 1, and behind it is place 2 n + 2."""
 _GAMMA = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

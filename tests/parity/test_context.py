@@ -39,6 +39,7 @@ OF_BACKBONES = {
         PlannedCase(chain(2, {"backbone": 3}, replicated=("image", "audio"))),
         *(PlannedCase(chain(2, WHOLE), exchange=way, parts=("ahead", "again"), dropout=0.2) for way in WAYS),
         PlannedCase(chain(2, WHOLE, zero=3), microbatch_size=2, parts=("prefix",), left_out=0.3, family="gemma2"),
+        PlannedCase(chain(2, WHOLE), parts=("merge",), family="gpt2", dropout=0.2),
     ],
     3: [
         *(PlannedCase(chain(3, WHOLE), exchange=way, parts=("ahead",), family="gemma2") for way in WAYS[:2]),
@@ -287,7 +288,7 @@ IN_HEAD_GROUPS = [
 """Keys and values of the second half of the heads travel while attention of the first is computed."""
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(OF_BACKBONES, {2: (0, 9), 4: (1, 9)}))
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers(OF_BACKBONES, {2: (0, 9, 11), 4: (1, 9)}))
 def test_ranks_that_share_sequences_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)
 

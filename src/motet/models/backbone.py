@@ -11,7 +11,7 @@ mask: every other combination silently attends across documents. Positions resta
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ from motet.core.grid_positions import BEHIND_SIDE, NUM_AXES
 from motet.core.sight import Sight
 from motet.core.spec import Module
 from motet.core.workload import BACKBONE
-from motet.dropout import ENTER, ItemRows, arranged, some_rows
+from motet.dropout import ENTER, MERGE, ItemRows, arranged
 from motet.models.asked import Asked, attention_of, dropout_of, has_scores
 from motet.models.attention import ATTENTION, PackedItems
 from motet.models.backbone_layers import backbone_layers, shape_of
@@ -414,11 +414,12 @@ class Backbone(nn.Module):
         if absent := [rows for rows in keys if not len(rows)]:
             embeds = take_part(embeds, absent)  # As in a merge: all ranks run the same backward.
         features = {name: self._part(name, rows, 0) for name, rows in features.items()}
+        # A rank that merges nothing draws nothing there, and what comes behind as all do.
+        with arranged(MERGE, lambda: _rows_of(sequences) if merging is None else [_rows_to_merge(merging)]):
+            embeds = self._merged(embeds, features, here)
+        if context is not None and merging is not None:
+            embeds = context.merged(embeds)
         with arranged(ENTER, lambda: _rows_of(sequences)):
-            with nullcontext() if merging is None else some_rows(_rows_to_merge(merging)):
-                embeds = self._merged(embeds, features, here)
-            if context is not None and merging is not None:
-                embeds = context.merged(embeds)
             if len(embeds):
                 embeds = self._text.entered(embeds, self._counted(sequences) + self.first_position)
         if torch.is_grad_enabled() and not embeds.requires_grad and not self.trainable:
