@@ -112,6 +112,8 @@ class Options:
     """Take CUT_WAYS, with whole copies of the model on all ranks."""
     dominated: bool = False
     """Take of the batches that are drawn those in which single items dominate: `whole_over_ideal` of DOMINATED."""
+    repeats: int = 1
+    """Times that each batch is run in all ways."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +303,7 @@ def measure(
 
     in_turn = deque(ways)
     jobs = []
-    for batch in batches:
+    for batch in batches * options.repeats:
         jobs += [(batch, way) for way in in_turn]
         in_turn.rotate(-1)
     measured: dict[str, list[dict]] = {way: [] for way in ways}
@@ -322,8 +324,7 @@ def measure(
             )
     everywhere: list = [None] * mesh.num_ranks
     dist.all_gather_object(everywhere, measured, group=mesh.host_group)
-    # The first batch warms up.
-    return {way: summarise([ranks[way][1:] for ranks in everywhere]) for way in ways}, speed
+    return {way: summarise([ranks[way] for ranks in everywhere], len(batches)) for way in ways}, speed
 
 
 def has_cores(num_ranks: int) -> bool:
@@ -379,15 +380,23 @@ def _imbalance(cuts: ItemCuts | None, placed: Assignment, work: np.ndarray, cost
     return float((scored if cuts is None else with_cut_loads(scored, cuts, cost.weights(work))).imbalance)
 
 
-def summarise(ranks: list[list[dict]]) -> dict:
-    """Figures of one way from what every rank observed in every step."""
-    steps = list(zip(*ranks, strict=True))
-    step_s = [max(rank["step_s"] for rank in step) for step in steps]
-    exchange_s = [sum(np.min([rank["exchange_s"] for rank in step], axis=0)) for step in steps]
-    wait_s = [max(rank["wait_s"] for rank in step) for step in steps]
+def summarise(ranks: list[list[dict]], num_batches: int) -> dict:
+    """Figures of one way from what every rank observed in every step, of all batches in turn, some times over.
+
+    Seconds of a batch are medians of its repeats. The first batch warms up.
+    """
+
+    def of_batches(seconds: list[float]) -> list[float]:
+        return np.median(np.reshape(seconds, (-1, num_batches)), axis=0)[1:].tolist()
+
+    every = list(zip(*ranks, strict=True))
+    steps = every[1:num_batches]
+    step_s = of_batches([max(rank["step_s"] for rank in step) for step in every])
+    exchange_s = of_batches([sum(np.min([rank["exchange_s"] for rank in step], axis=0)) for step in every])
+    wait_s = of_batches([max(rank["wait_s"] for rank in step) for step in every])
     return {
         "step_s": step_s,
-        "cpu_s": [max(rank["cpu_s"] for rank in step) for step in steps],
+        "cpu_s": of_batches([max(rank["cpu_s"] for rank in step) for step in every]),
         "exchange_s": float(np.median(exchange_s)),
         "wait_s": float(np.median(wait_s)),
         "decide_s": float(np.median([step[0]["decide_s"] for step in steps])),
@@ -396,7 +405,7 @@ def summarise(ranks: list[list[dict]]) -> dict:
         "crossing_bytes": float(np.mean([step[0]["crossing_bytes"] for step in steps])),
         "imbalance": {p: float(np.mean([s[0]["imbalance"][p] for s in steps])) for p in steps[0][0]["imbalance"]},
         "losses": [step[0]["loss"] for step in steps],
-        "mean_cpu_s": [float(np.mean([rank["cpu_s"] for rank in step])) for step in steps],
+        "mean_cpu_s": of_batches([float(np.mean([rank["cpu_s"] for rank in step])) for step in every]),
         "predicted_s": [step[0]["predicted_s"] for step in steps],
         "methods": dict(Counter(step[0]["method"] for step in steps)),
         "actions": {a: float(np.median([s[0]["actions"].get(a, 0) for s in steps])) for a in steps[0][0]["actions"]},
@@ -493,6 +502,9 @@ def show(figures: dict[str, dict], options: Options, num_ranks: int) -> None:
 def main() -> None:
     parser = rows.options(__doc__, rows.OF_ROWS)
     parser.add_argument("--num-steps", type=int, default=20, help="batches, each run in all ways")
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="times that each batch is run in all ways; its median counts"
+    )
     parser.add_argument("--examples-per-rank", type=int, default=8)
     parser.add_argument("--shrink", type=int, default=4, help="all lengths are divided by this")
     parser.add_argument("--ranks", type=int, default=2, help="ranks to start; under torchrun, its own are taken")
