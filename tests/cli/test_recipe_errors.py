@@ -178,6 +178,31 @@ def test_missing_files(job, capsys, monkeypatch):
             "transforms.image={ patch_size = 4, fixed_size = 16, max_pixels_side = 400 }",
             "max_pixels_side has no effect beside fixed_size, the size of every image; remove it",
         ),
+        (
+            "fsdp={ shard_size = 1, reshard_after_forward = false }",
+            "reshard_after_forward = false has no effect with shard_size = 1, as each rank holds a whole copy",
+        ),
+        (
+            "fsdp={ shard_size = 1, reshard_after_forward = false, once_a_step = true }",
+            "and gathers nothing; remove it, and once_a_step.",
+        ),
+        ("balance.phases=[]", 'phases = [] names none; write phases = "off" to balance nothing.'),
+        (
+            "balance={ phases = 'off', method = 'joint' }",
+            'balance.method = "joint" places whole examples so that all phases are balanced at once: balance.phases',
+        ),
+        (
+            "balance={ phases = 'off', method = 'split' }",
+            'balance.method = "split" compares times of all phases: balance.phases must be "all", not "off"',
+        ),
+        (
+            "balance={ phases = 'off', speed = { device_tflops = 3 } }",
+            'it has no effect with balance.phases = "off"; remove it',
+        ),
+        (
+            "balance={ phases = 'off', mode = 'exchange', transport = 'device' }",
+            'transport = "device" is for inputs that move between ranks, and with phases = "off" none does; remove it',
+        ),
         ('balance.phases=["video"]', "there is no phase 'video'"),
         ("balance.method=jointly", "'balance.method' must be 'auto', 'joint', 'per_phase' or 'split', not 'jointly'."),
         (
