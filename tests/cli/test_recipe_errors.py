@@ -3,11 +3,13 @@
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from cli.tiny_job import RECIPE
 from motet.cli import main
+from motet.train.run_folder import outputs_named
 from ranks import TIMEOUT_S
 
 
@@ -331,6 +333,28 @@ def test_an_encoder_of_any_name_with_a_transform_is_asked_what_it_reads(job, cap
     given = "model.encoders.photo={ module = 'a:B' }", "transforms.photo={ patch_size = 4 }"
     said = run(capsys, monkeypatch, "train", job, *(word for each in given for word in ("--set", each)))
     assert 'model.encoders.photo does not say what it reads, and is not named after it: give it reads = "image"' in said
+
+
+@pytest.mark.parametrize(
+    ("train", "run_dir", "output"),
+    [
+        ("*.jsonl", ".", "metrics.jsonl"),
+        ("*", ".", "run.lock"),
+        ("*/*.jsonl", "run", "run/metrics.jsonl"),
+        ("{train,heldout}.jsonl", ".", "heldout.jsonl"),
+    ],
+)
+def test_data_that_a_run_writes_itself_are_refused(job, capsys, monkeypatch, train, run_dir, output):
+    """The next run, or the same one that goes on, would read them."""
+    folder = job.parent
+    options = ("--set", f"data.train=['{train}']", "--set", f"run.dir={run_dir}", "--set", "balance.mode=exchange")
+    said = run(capsys, monkeypatch, "train", job, *options)
+    assert f"{folder / train} in data.train names {folder / output} as well, which the run itself writes" in said
+
+
+@pytest.mark.parametrize("manifest", ["train.jsonl", "*/*.jsonl", "train-*.json", "{rank:05d}.json", "shards-*.tar"])
+def test_data_beside_what_a_run_writes_are_none_of_it(manifest):
+    assert not outputs_named(Path("/data"), f"/data/{manifest}")
 
 
 @pytest.mark.parametrize(
