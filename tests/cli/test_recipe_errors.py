@@ -165,6 +165,10 @@ def test_missing_files(job, capsys, monkeypatch):
     ("override", "said"),
     [
         ("optimizer.lrr=1", "--set optimizer.lrr: unknown key 'optimizer.lrr'; did you mean 'lr'?"),
+        (
+            "model.bakbone.train=true",
+            "--set model.bakbone.train: unknown key 'model.bakbone'; did you mean 'backbone'?",
+        ),
         ("optimizer.lr=big", "--set optimizer.lr: 'optimizer.lr' must be a number, not 'big'."),
         ("optimizer.lr", "must be written as table.key=value"),
         ("~optimizer.lr=1", "or as ~table.key, which removes the key"),
