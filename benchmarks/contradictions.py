@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--max-ranks", type=int, default=4)
     given = parser.parse_args()
-    workload = workload_at(str(given.lengths) if given.lengths.exists() else "")
+    workload = workload_at(given.lengths)
     numbers = [int(given.only)] if given.only else range(given.first, given.first + given.num_jobs)
     found: list[Compared] = []
     for number in numbers:

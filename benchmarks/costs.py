@@ -14,9 +14,11 @@ squares add up; both placements are weighed by what is computed, which is tiles.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from rows import ROOT, Row, finish, options, show
@@ -40,9 +42,12 @@ MANY, EVEN = 32, 1.005
 """From so many examples a rank on, operations of phases that pack are to be even to within half a per cent."""
 
 
-def workload_at(path: str) -> Workload:
-    if path:
-        return read_lengths(path).workload(even=True)
+def workload_at(path: Path | None) -> Workload:
+    """The lengths in a table; without one, and with a line that says so where it is not there, sampled ones."""
+    if path is not None and path.exists():
+        return read_lengths(str(path)).workload(even=True)
+    if path is not None:
+        print(f"{path} is not there: lengths are sampled.", file=sys.stderr, flush=True)
     from motet.analyze.mixture import Mixture
 
     kinds = Mixture.sampled(0)
@@ -160,7 +165,7 @@ def time_decisions(model: ModelSpec, workload: Workload, seed: int) -> Iterator[
 
 def main() -> None:
     given = options(__doc__, [*MODELS, "tiles", "time"]).parse_args()
-    workload = workload_at(str(given.lengths) if given.lengths.exists() else "")
+    workload = workload_at(given.lengths)
     rows: list[Row] = []
     for name in MODELS:
         if given.only in ("", name):

@@ -185,8 +185,14 @@ def rows_of(outcomes: list[Outcome]) -> list[Row]:
 
 
 def bounds_of(stored: Path, seed: int, workload: Workload) -> list[Row]:
-    """The rows of the bound alone, for the jobs and the best Plans of a stored run."""
-    best_s = {one["number"]: one["best_s"] for one in json.loads(stored.read_text())["jobs"]}
+    """The rows of the bound alone, for the jobs and the best Plans of a stored run.
+
+    Ends the program if that run had other lengths, as its jobs were others.
+    """
+    run = json.loads(stored.read_text())
+    if run["lengths"] != (own := Path(workload.source).name):
+        raise SystemExit(f"{stored} has jobs with the lengths {run['lengths']}, not {own}: give them by --lengths.")
+    best_s = {one["number"]: one["best_s"] for one in run["jobs"]}
     bounds = {number: step_bound(random_job(number, seed, workload)) for number in best_s}
     return rows_of_bounds(
         np.array([best_s[number] / bound.step_s for number, bound in bounds.items()]),
@@ -231,7 +237,7 @@ def main() -> None:
     parser.add_argument("--max-simulated", type=int, default=MAX_SIMULATED)
     parser.add_argument("--bounds-of", type=Path, help="a stored run, whose jobs are bounded anew, and no more")
     given = parser.parse_args()
-    workload = workload_at(str(given.lengths) if given.lengths.exists() else "")
+    workload = workload_at(given.lengths)
     if given.bounds_of:
         for row in bounds_of(given.bounds_of, given.seed, workload):
             show(row)

@@ -74,6 +74,29 @@ def _keep_what_planning_makes() -> None:
     gc.set_threshold(20_000)
 
 
+def _check_readable(
+    recipe: Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    plans: Sequence[Path] = (),
+    profile: Path | None = None,
+) -> None:
+    """Read files that a command will read, as what is wrong with them is said before what takes seconds to import.
+
+    Raises UserError.
+    """
+    from motet.core.text_files import read_json
+
+    for plan in plans:
+        read_json(plan, "the plan")
+    if profile is not None:
+        read_json(profile, "the profile")
+    if recipe is not None:
+        from motet.train.recipe.reading import read_recipe
+
+        read_recipe(recipe, overrides)
+
+
 @app.callback()
 def _root(
     version: Annotated[
@@ -126,10 +149,11 @@ def train_recipe(
     if is_dry_run:
         if trace or resume != "auto":
             raise UserError("--dry-run trains nothing, so --trace and --resume mean nothing beside it.")
-        from motet.planning.dry_run import show_memory
-
         plan = _one_plan(plans, recipe)
         check_outputs([json_file], [recipe, plan])
+        _check_readable(recipe, overrides or (), plans=plans or ())
+        from motet.planning.dry_run import show_memory
+
         show_memory(recipe, overrides or (), json_file, plan.absolute() if plan is not None else None)
         return
     if json_file is not None:
@@ -137,6 +161,7 @@ def train_recipe(
     from motet.train.recipe.reading import of_phases, phase_names
 
     names = phase_names(recipe, overrides or ())
+    _check_readable(plans=plans or ())
     if not names:
         from motet.train.recipe.recipe_file import load_recipe
 
@@ -247,6 +272,11 @@ def export_model(
     overrides: SetOption = None,
 ) -> None:
     """Write the model of a checkpoint as directories that transformers reads; nothing else is changed."""
+    from motet.train.checkpoint.folder import check_checkpoint
+    from motet.train.checkpoint.remote import is_stored
+
+    if not is_stored(checkpoint):
+        check_checkpoint(Path(checkpoint))
     from motet.train.export_checkpoint import export_checkpoint
 
     export_checkpoint(checkpoint, out, recipe, overrides or ())
@@ -331,6 +361,7 @@ def plan_recipe(
 
     if launch not in (None, "slurm", "k8s"):
         raise UserError(f"--launch {launch}: must be slurm or k8s.")
+    _check_readable(profile=profile)
     _keep_what_planning_makes()
     request = PlanRequest(
         recipe,
@@ -399,6 +430,7 @@ def simulate_plan(
     outputs = PredictionOutputs(trace, html, png, actions, json_file)
     outputs.check()
     check_outputs([trace, html, png, json_file], [plan, workload, profile])
+    _check_readable(plan if plan.suffix == ".toml" else None, overrides or (), profile=profile)
     if plan.suffix == ".toml":
         from motet.planning.cluster import ClusterOptions, with_device
         from motet.planning.job import JobOptions
@@ -455,6 +487,7 @@ def analyze_data(
     subject: Any = source
     examples = 128
     if source.endswith(".toml"):
+        _check_readable(Path(source), overrides or ())
         from motet.planning.analyze_recipe import read_subject
 
         if tokenizer is not None:
@@ -486,10 +519,11 @@ def profile_model(
     ] = 60,
 ) -> None:
     """Time each kind of layer of a recipe's model on this device, alone or as every rank under torchrun."""
+    check_outputs([out], [recipe])
+    _check_readable(recipe, overrides or ())
     from motet.profiling.command import profile as run_profile
     from motet.train.recipe.recipe_file import load_recipe
 
-    check_outputs([out], [recipe])
     run_profile(load_recipe(recipe, overrides or ()), recipe.stem, out=out, seconds=seconds)
 
 

@@ -17,7 +17,7 @@ def test_neither_a_pin_nor_more_of_a_thing_contradicts_the_free_answer(programs,
     monkeypatch.setattr(programs, "PINS", {name: programs.PINS[name] for name in kept})
     all_more = programs.more
     monkeypatch.setattr(programs, "more", lambda cluster: {"links x 2": all_more(cluster)["links x 2"]})
-    job = programs.random_job(2, 0, programs.workload_at(""))
+    job = programs.random_job(2, 0, programs.workload_at(None))
     found = programs.compared(2, job)
     assert [one.what for one in found] == [*kept, "links x 2"]
     assert all(one.excess == 0 and one.free_s < float("inf") for one in found)
@@ -39,7 +39,7 @@ def test_contradictions_are_counted_by_kind(programs):
 @pytest.mark.slow
 def test_a_descent_within_a_shape_finds_what_a_pin_of_the_shape_would(programs, monkeypatch):
     """Replicas of one pipeline rank, which no strategy proposes with so large microbatches."""
-    job, strategies = programs.random_job(47, 0, programs.workload_at("")), ("data parallel", "chain")
+    job, strategies = programs.random_job(47, 0, programs.workload_at(None)), ("data parallel", "chain")
     chosen = {name: one for name, one in programs.STRATEGIES.items() if name in strategies}
     found = programs.search(job, chosen).best
     monkeypatch.setattr("motet.planner.refinement.Refinement._within_shapes", lambda self, results: results)

@@ -21,7 +21,7 @@ NUMBERS = (2, pytest.param(12, marks=pytest.mark.slow))
 @pytest.fixture(scope="module")
 def programs():
     with benchmark("optimality") as optimality, benchmark("enumerated_plans") as enumerated:
-        yield optimality, enumerated, optimality.workload_at("")
+        yield optimality, enumerated, optimality.workload_at(None)
 
 
 def test_the_enumerator_has_nothing_of_the_planner():
@@ -56,10 +56,25 @@ def test_bounds_of_a_stored_run_are_held_to_its_best_plans(programs, tmp_path):
     optimality, _, workload = programs
     bound = optimality.step_bound(optimality.random_job(2, 0, workload))
     stored = tmp_path / "stored.json"
-    stored.write_text(json.dumps({"jobs": [{"number": 2, "best_s": 2 * bound.step_s}]}))
+    stored.write_text(json.dumps({"lengths": "sampled", "jobs": [{"number": 2, "best_s": 2 * bound.step_s}]}))
     rows = {row.name: row.value for row in optimality.bounds_of(stored, 0, workload)}
     assert rows["median best / bound"] == pytest.approx(2)
     assert rows[f"jobs whose bound is of {bound.term}"] == 1
+
+
+def test_bounds_of_a_run_on_other_lengths_are_refused(programs, tmp_path):
+    """Its jobs were others, though they have the same numbers."""
+    optimality, _, workload = programs
+    stored = tmp_path / "stored.json"
+    stored.write_text(json.dumps({"lengths": "own.csv", "jobs": [{"number": 2, "best_s": 1.0}]}))
+    with pytest.raises(SystemExit, match=r"has jobs with the lengths own\.csv, not sampled: give them by --lengths"):
+        optimality.bounds_of(stored, 0, workload)
+
+
+def test_lengths_that_are_not_there_are_said_to_be_sampled(programs, tmp_path, capsys):
+    optimality, *_ = programs
+    assert optimality.workload_at(tmp_path / "none.csv").source == "sampled"
+    assert capsys.readouterr().err == f"{tmp_path / 'none.csv'} is not there: lengths are sampled.\n"
 
 
 @pytest.mark.parametrize("number", NUMBERS)

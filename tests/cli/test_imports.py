@@ -38,5 +38,22 @@ def test_commands_that_decide_import_no_models_and_no_readers_of_data(command, m
     """The file is not there, so that a command ends when it has imported what it always needs."""
     modules = imported(*command.split())
     assert "motet.simulate.predict.predict" in modules
-    assert not modules & (READERS | MODELS | PAGES)
+    assert not modules & (READERS | MODELS | PAGES | {"motet.balance.reference"})
     assert sum(name.startswith("motet") for name in modules) <= most
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train no.toml --dry-run",
+        "train no.toml --plan no.json",
+        "simulate no.toml",
+        "analyze no.toml",
+        "profile no.toml",
+        "plan no.toml --profile no.json",
+        "export no --out out",
+    ],
+)
+def test_a_file_that_is_not_there_is_said_before_torch_is_imported(command):
+    """Which takes seconds, and more on a file system of many machines."""
+    assert not imported(*command.split()) & {"torch", "transformers", "motet.models"}

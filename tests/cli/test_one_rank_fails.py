@@ -27,6 +27,10 @@ FAULTS = {
         "raise OSError(5, 'I/O error', '/m/a.png')",
         r"cannot go on at the loading of step 3: /m/a\.png: I/O er",
     ),
+    "no memory to decode": (
+        "raise MemoryError('9 GiB')",
+        r"ran out of memory at the loading of step \d \(\S+\.png: 9 GiB\)\. Lower data\.num_workers ",
+    ),
     "killed": ("stop(signal.SIGKILL, os.getpid())", r"lost rank 1, which died without a word at .*step \d; the sys"),
 }
 
@@ -72,6 +76,7 @@ def alone(job, tmp_path_factory):
             for case in (
                 ("copies", "no memory"),
                 ("copies", "no file"),
+                ("copies", "no memory to decode"),
                 ("sharded", "an error"),
                 ("pipeline", "no file"),
                 ("pipeline", "killed"),
@@ -95,6 +100,8 @@ def test_it_ends_all_ranks_soon_and_the_run_goes_on_exactly(job, alone, tmp_path
     if fault == "no file":
         loading = ("planned", "PlannedLoading") if way in PLANS else ("loading", "IndexLoading")
         where, call = LOADING.format(*loading), 2 * (3 if way in PLANS else 2) + 1
+    if fault == "no memory to decode":
+        where, call = "motet.data.images:ImageTransform.load", 5
     noted = tmp_path / "failed"
     noting = f"import pathlib; pathlib.Path({str(noted)!r}).touch(); "
     done = motet_under_agent(2, "train", *command[1:], meddling=Meddling(where, call, 1, noting + code))

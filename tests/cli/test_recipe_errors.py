@@ -3,11 +3,13 @@
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from cli.tiny_job import RECIPE
 from motet.cli import main
+from motet.train.run_folder import outputs_named
 from ranks import TIMEOUT_S
 
 
@@ -163,6 +165,10 @@ def test_missing_files(job, capsys, monkeypatch):
     ("override", "said"),
     [
         ("optimizer.lrr=1", "--set optimizer.lrr: unknown key 'optimizer.lrr'; did you mean 'lr'?"),
+        (
+            "model.bakbone.train=true",
+            "--set model.bakbone.train: unknown key 'model.bakbone'; did you mean 'backbone'?",
+        ),
         ("optimizer.lr=big", "--set optimizer.lr: 'optimizer.lr' must be a number, not 'big'."),
         ("optimizer.lr", "must be written as table.key=value"),
         ("~optimizer.lr=1", "or as ~table.key, which removes the key"),
@@ -177,6 +183,31 @@ def test_missing_files(job, capsys, monkeypatch):
         (
             "transforms.image={ patch_size = 4, fixed_size = 16, max_pixels_side = 400 }",
             "max_pixels_side has no effect beside fixed_size, the size of every image; remove it",
+        ),
+        (
+            "fsdp={ shard_size = 1, reshard_after_forward = false }",
+            "reshard_after_forward = false has no effect with shard_size = 1, as each rank holds a whole copy",
+        ),
+        (
+            "fsdp={ shard_size = 1, reshard_after_forward = false, once_a_step = true }",
+            "and gathers nothing; remove it, and once_a_step.",
+        ),
+        ("balance.phases=[]", 'phases = [] names none; write phases = "off" to balance nothing.'),
+        (
+            "balance={ phases = 'off', method = 'joint' }",
+            'balance.method = "joint" places whole examples so that all phases are balanced at once: balance.phases',
+        ),
+        (
+            "balance={ phases = 'off', method = 'split' }",
+            'balance.method = "split" compares times of all phases: balance.phases must be "all", not "off"',
+        ),
+        (
+            "balance={ phases = 'off', speed = { device_tflops = 3 } }",
+            'it has no effect with balance.phases = "off"; remove it',
+        ),
+        (
+            "balance={ phases = 'off', mode = 'exchange', transport = 'device' }",
+            'transport = "device" is for inputs that move between ranks, and with phases = "off" none does; remove it',
         ),
         ('balance.phases=["video"]', "there is no phase 'video'"),
         ("balance.method=jointly", "'balance.method' must be 'auto', 'joint', 'per_phase' or 'split', not 'jointly'."),
@@ -306,6 +337,28 @@ def test_an_encoder_of_any_name_with_a_transform_is_asked_what_it_reads(job, cap
     given = "model.encoders.photo={ module = 'a:B' }", "transforms.photo={ patch_size = 4 }"
     said = run(capsys, monkeypatch, "train", job, *(word for each in given for word in ("--set", each)))
     assert 'model.encoders.photo does not say what it reads, and is not named after it: give it reads = "image"' in said
+
+
+@pytest.mark.parametrize(
+    ("train", "run_dir", "output"),
+    [
+        ("*.jsonl", ".", "metrics.jsonl"),
+        ("*", ".", "run.lock"),
+        ("*/*.jsonl", "run", "run/metrics.jsonl"),
+        ("{train,heldout}.jsonl", ".", "heldout.jsonl"),
+    ],
+)
+def test_data_that_a_run_writes_itself_are_refused(job, capsys, monkeypatch, train, run_dir, output):
+    """The next run, or the same one that goes on, would read them."""
+    folder = job.parent
+    options = ("--set", f"data.train=['{train}']", "--set", f"run.dir={run_dir}", "--set", "balance.mode=exchange")
+    said = run(capsys, monkeypatch, "train", job, *options)
+    assert f"{folder / train} in data.train names {folder / output} as well, which the run itself writes" in said
+
+
+@pytest.mark.parametrize("manifest", ["train.jsonl", "*/*.jsonl", "train-*.json", "{rank:05d}.json", "shards-*.tar"])
+def test_data_beside_what_a_run_writes_are_none_of_it(manifest):
+    assert not outputs_named(Path("/data"), f"/data/{manifest}")
 
 
 @pytest.mark.parametrize(

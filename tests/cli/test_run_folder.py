@@ -194,6 +194,10 @@ def test_what_stops_all_ranks_leaves_the_steps_that_are_done(job, tmp_path):
         2,
         "Too many examples are bad; step 3 is saved, and the same command goes on from it.\n",
     )
+    done = motet(
+        *arguments(job, tmp_path / "a", "data.heldout=[]", "run.steps=9"), "--resume", "never", meddling=in_feed
+    )
+    assert "step 3 is saved, and the same command without --resume never goes on from it." in done.stderr
     folder = tmp_path / "b"
     block = Meddling("motet.train.evaluate:Evaluator.run", 1, 0, f"os.mkdir({str(folder / 'answers.json')!r})")
     done = motet(*arguments(job, folder, "evaluate.every_steps=2", "run.steps=9"), meddling=block)

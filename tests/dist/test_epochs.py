@@ -31,6 +31,7 @@ def test_epochs_are_steps_of_the_examples_that_can_be_used(tmp_path):
     assert num_examples < len((by_steps.parent / "train.jsonl").read_text().splitlines())
     assert num_steps == math.ceil(num_examples / 2 / 6) and lines[-1]["position"] == 6 * num_steps
     assert "is taken" not in silent
+    assert said.count('= 24 are left out; data.too_long = "truncate" would cut them there, at an item that fits.') == 1
     # What is written is the recipe of these steps, which a run goes on with, and one of steps is the same run.
     written = load_recipe(tmp_path / "a" / "recipe.toml").run
     assert (written.steps, written.epochs) == (num_steps, None)

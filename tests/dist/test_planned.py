@@ -1,6 +1,7 @@
 """`motet train RECIPE --plan PLAN.json` on two ranks: losses, messages, what is left out, and resuming elsewhere."""
 
 import json
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
@@ -243,7 +244,11 @@ def test_the_measured_step_stands_beside_the_predicted_one(job, tmp_path, is_kno
         assert all(step["predicted_s"] > 0 for step in steps)
         assert summary["makespan_error"] == pytest.approx(summary["measured_s"] / summary["predicted_s"] - 1)
         assert summary["bubbles"]["predicted"].keys() == summary["bubbles"]["measured"].keys()
-        assert said.count("After 4 steps, measured against predicted: a step takes") == 1
+        assert said.count("After 4 steps: a step takes") == 1
+        assert re.search(
+            r"s was predicted at a speed that is assumed, as nothing was profiled here\. Plan anew: ", said
+        )
+        assert "(+" not in said and "% of the predicted time" not in page
         assert "forward image+audio" in said and f"--profile {run_dir / 'profile.json'}" in said
     else:
         assert all(step["predicted_s"] is None for step in steps) and summary["makespan_error"] is None

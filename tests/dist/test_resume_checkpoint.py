@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from motet.core.errors import UserError
 from motet.train.checkpoint import restoring, saving, storage
 from motet.train.checkpoint.contents import Damaged, Progress, step_named, verify
-from motet.train.checkpoint.folder import checkpoints
+from motet.train.checkpoint.folder import checkpoints, publish_checkpoint
 from motet.train.checkpoint.restoring import load
 from motet.train.checkpoint.saving import CheckpointConfig, Checkpointer
 from motet.train.optimizer import OptimizerConfig, build_optimizer
@@ -133,6 +133,29 @@ def test_a_crash_while_saving_leaves_the_last_good_checkpoint(tmp_path):
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000003"]
     run_ranks(train, 2, str(tmp_path), 3, 4, (4,))
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def newest_while_saving(rank, num_ranks, folder):
+    """The newest checkpoint of a run that went back behind step 2 and saves step 3, while it does and behind that."""
+    model, optimizer = build(num_ranks)
+    group, is_read = dist.new_group(backend="gloo"), threading.Event()
+    checkpointer = Checkpointer(Path(folder), CheckpointConfig(), group, ["step-00000002"])
+
+    def publish(*arguments):
+        is_read.wait(60)
+        return publish_checkpoint(*arguments)
+
+    with mock.patch.object(saving, "publish_checkpoint", side_effect=publish):
+        checkpointer.save(model, optimizer, Progress(3, 0, 0, 0, ""))
+        newest = [checkpointer.newest]
+        is_read.set()
+        checkpointer.wait()
+    return [*newest, checkpointer.newest]
+
+
+def test_the_newest_checkpoint_is_none_that_the_run_had_before_it_went_back(tmp_path):
+    run_ranks(train, 2, str(tmp_path), 0, 3, (2, 3))
+    assert run_ranks(newest_while_saving, 2, str(tmp_path)) == [["step-00000002", "step-00000003"]] * 2
 
 
 def save_until_killed(rank, num_ranks, folder, after_s):

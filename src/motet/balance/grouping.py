@@ -15,7 +15,6 @@ from numpy.typing import ArrayLike
 
 from motet.balance.backend import Backend, algorithms
 from motet.balance.checks import checked_integers
-from motet.balance.reference.grouping import isf_of_phases
 from motet.core.arrays import Int64Array
 from motet.core.errors import ArgumentError
 from motet.core.limits import INT64_MAX
@@ -165,6 +164,9 @@ def group_phases(
             num_iterations=num_iterations,
             seed=seed,
         )
+    # It has no native twin, and its package has all reference algorithms, which few commands need.
+    from motet.balance.reference.grouping import isf_of_phases
+
     items, offsets, num_full, num_oversized = isf_of_phases(columns, most, enough, num_iterations, seed)
     return Groups(items, offsets, num_full, items[offsets[num_full] : offsets[num_full + num_oversized]])
 

@@ -1,4 +1,4 @@
-"""Counts in sentences, numbers in words, and times with their unit."""
+"""Counts in sentences, numbers in words, and times and sizes with their unit."""
 
 from __future__ import annotations
 
@@ -57,3 +57,13 @@ def shown_seconds(seconds: float) -> str:
     scale, unit = time_unit(seconds)
     value = seconds * scale
     return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.4g} {unit}"
+
+
+def size_words(size_bytes: float) -> str:
+    """A size with its unit.
+
+    Example:
+        >>> size_words(2.34e9), size_words(56.7e6)
+        ('2.3 GB', '56.7 MB')
+    """
+    return f"{size_bytes / 1e9:,.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.3g} MB"

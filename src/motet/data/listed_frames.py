@@ -67,6 +67,8 @@ def listed_frames_at(ref: MediaRef, numbers: Int64Array) -> Iterator[Image.Image
         try:
             with _open_frame(paths[number]) as image:
                 frame = eight_bit(upright(image)).convert("RGB")
+        except MemoryError:  # No fault of the file.
+            raise
         except Exception as error:
             raise _unusable(number, paths[number], error) from error
         if frame.size != (header.width, header.height):
@@ -103,6 +105,8 @@ def _header(paths: Sequence[str], fps: float) -> VideoHeader:
     try:
         with _open_frame(paths[0]) as image:
             width, height = turned_size(image)
+    except MemoryError:
+        raise
     except Exception as error:
         raise _unusable(0, paths[0], error) from error
     if len(paths) > MAX_FRAMES or max(width, height) > MAX_SIDE:

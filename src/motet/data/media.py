@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
-from motet.core.errors import UserError
+from motet.core.errors import UserError, is_out_of_memory
 from motet.core.files import FileSlice, IrregularFile, open_regular, printable
 from motet.core.modalities import AUDIO, IMAGE, VIDEO, own_modalities
 from motet.data.copies import Copies
@@ -151,12 +151,17 @@ def codec_of(ref: MediaRef) -> str:
 
 @contextmanager
 def raise_bad_media(ref: MediaRef) -> Iterator[None]:
-    """Turn every exception on a file, but UserError, into BadMedia with a reason that the user can act on."""
+    """Turn every exception on a file into BadMedia with a reason that the user can act on.
+
+    But for a UserError, and for memory that the machine has not, which are no fault of the file: MemoryError names it.
+    """
     try:
         yield
-    except (BadMedia, UserError):  # The latter is no fault of the file.
+    except (BadMedia, UserError):
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise MemoryError(f"{ref.name}: {str(error) or 'none is left for what it holds'}") from error
         raise BadMedia(ref.name, failure_reason(error)) from error
 
 
@@ -170,8 +175,6 @@ def failure_reason(error: Exception) -> str:
         return str(error.strerror)
     if isinstance(error, PermissionError):
         return "no permission to read it"
-    if isinstance(error, MemoryError):
-        return "takes more memory than there is"
     if type(error).__name__ == "UnidentifiedImageError":
         return "is no image that Pillow knows, or its header is damaged"
     if type(error).__name__ == "LibsndfileError":

@@ -43,7 +43,7 @@ class LengthCostConfig(BaseModel):
 class BalanceConfig(BaseModel):
     """Which phases are balanced, by which method, how items reach their ranks, and what an item costs.
 
-    phases:  "off", "backbone", "all", or the names of the phases to balance.
+    phases:  "off", "backbone", "all", or the names of the phases to balance, at least one.
     method:  how the phases are balanced together, if all are balanced. "joint" assigns whole examples to ranks, so that
              no encoder output crosses ranks. "per_phase" assigns the items of each phase independently. "auto" predicts
              for each microbatch which method is fastest, a mix of both included (`motet.balance.choose`). "split" cuts
@@ -101,6 +101,12 @@ class BalanceConfig(BaseModel):
     speed: SpeedConfig = SpeedConfig()
 
     @model_validator(mode="after")
+    def _names_some_phases(self) -> BalanceConfig:
+        if not self.phases:
+            raise ValueError('phases = [] names none; write phases = "off" to balance nothing')
+        return self
+
+    @model_validator(mode="after")
     def _defers_what_it_knows(self) -> BalanceConfig:
         if self.defer == "auto" and self.phases in ("off", "backbone"):
             raise ValueError(
@@ -129,10 +135,10 @@ class BalanceConfig(BaseModel):
 
     @model_validator(mode="after")
     def _moves_what_it_arranges(self) -> BalanceConfig:
-        if self.transport == "device" and self.mode != "exchange":
+        if self.transport == "device" and (self.mode != "exchange" or self.phases == "off"):
+            why = 'without mode = "exchange"' if self.mode != "exchange" else 'with phases = "off"'
             raise ValueError(
-                'transport = "device" is for inputs that move between ranks, and without mode = "exchange" none does; '
-                "remove it"
+                f'transport = "device" is for inputs that move between ranks, and {why} none does; remove it'
             )
         has_no_inputs, has_no_outputs = self.mode != "exchange", self.phases == "backbone" or self.method == "joint"
         if self.phases == "off" or (has_no_inputs and has_no_outputs):

@@ -100,16 +100,6 @@ class RuledOut:
     nearly_fits: bool = False
 
 
-def size_words(size_bytes: float) -> str:
-    """A size in a sentence.
-
-    Example:
-        >>> size_words(2.34e9), size_words(56.7e6)
-        ('2.3 GB', '56.7 MB')
-    """
-    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.3g} MB"
-
-
 @dataclass(frozen=True)
 class FieldPins:
     """Pinned fields of one module and of its unit, beside its degrees (`core.plan.Unit`). None leaves a field to the

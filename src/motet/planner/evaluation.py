@@ -20,6 +20,7 @@ from typing import Literal
 
 from motet.core.errors import UserError
 from motet.core.plan import Plan
+from motet.core.words import size_words
 from motet.planner.candidate import BoundedStrategy, Candidate, Pins, RuledOut, Strategy, predict_candidate
 from motet.planner.comparison import rivals
 from motet.planner.field_pins import proposals_for
@@ -252,5 +253,5 @@ def _unpriced(job: Job, pins: Pins) -> list[RuledOut]:
 
 def _too_large(candidate: Candidate, prediction: Prediction, shortfall_bytes: float) -> RuledOut:
     fullest = prediction.ranks[prediction.peak_bytes.argmax()]
-    why = f"in simulation it lacks {shortfall_bytes / 1e9:.1f} GB on rank {fullest}"
+    why = f"in simulation it lacks {size_words(shortfall_bytes)} on rank {fullest}"
     return RuledOut(candidate.strategy, candidate.what, why, shortfall_bytes)

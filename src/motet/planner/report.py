@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from motet.core.plan import Plan, Unit
-from motet.core.words import counted_words, shown_seconds
+from motet.core.words import counted_words, shown_seconds, size_words
 from motet.planner.candidate import RuledOut
 from motet.planner.comparison import compare
 from motet.planner.job import Job
@@ -26,8 +26,8 @@ from motet.simulate.show.plan_words import plan_in_words
 
 _MAX_REASONS = 3
 _MAX_FACTS = 3
-COLUMNS = ("strategy and degrees", "step", "tokens/s", "MFU", "GB a rank", "bubbles", "GPUs")
-"""The columns of the ranking."""
+COLUMNS = ("strategy and degrees", "step", "tokens/s", "MFU", "memory", "bubbles", "ranks")
+"""The columns of the ranking; memory is that of the fullest rank."""
 _BINDING = {
     "work": "devices that all compute all the time",
     "item": "the longest examples",
@@ -129,7 +129,7 @@ def figures(simulated: SimulatedCandidate) -> tuple[str, ...]:
         shown_seconds(prediction.step_s),
         f"{prediction.tokens_per_s:,.0f}",
         f"{prediction.mfu:.1%}",
-        f"{prediction.peak_bytes.max() / 1e9:,.1f}",
+        size_words(prediction.peak_bytes.max()),
         f"{prediction.bubble_share:.1%}",
         f"{prediction.num_ranks:,}",
     )

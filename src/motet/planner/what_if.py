@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from motet.core.errors import UserError
-from motet.core.words import counted_words
+from motet.core.words import counted_words, size_words
 from motet.core.workload import BACKBONE
 from motet.cost.analytic import Analytic
 from motet.planner.candidate import Candidate, Strategy, prediction_that_fits
@@ -85,7 +85,7 @@ def _memory(result: SearchResult, planned: _Plans) -> Iterator[Change]:
     memory = replace(device, memory_bytes=_MEMORY * device.memory_bytes)
     answer = planned(result.job.on(replace(cluster, device=memory)))
     words = f"With {_MEMORY} times the memory, {memory.memory_bytes / 1e9:,.4g} GB a device"
-    held = "" if answer is None else f", which fill {answer.prediction.peak_bytes.max() / 1e9:,.1f} GB of it"
+    held = "" if answer is None else f", which fill {size_words(answer.prediction.peak_bytes.max())} of it"
     yield _change(words, result.best, answer, held)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from motet.core.plan import Plan
-from motet.core.words import counted_words
+from motet.core.words import counted_words, size_words
 from motet.planner.comparison import MIN_DIFFERENCE, Comparison
 from motet.planner.search_result import SimulatedCandidate
 from motet.schedule.plan_units import backbone_unit, units_in_bubbles
@@ -64,7 +64,7 @@ def _figures(own: Prediction, other: Prediction) -> Iterator[_Figure]:
         busy - other_busy, f"while they compute, ranks reach {busy:.0%} of their peak, there {other_busy:.0%}"
     )
     held, other_held = (float(each.peak_bytes.max()) for each in (own, other))
-    words = f"the fullest rank holds {held / 1e9:,.1f} GB, there {other_held / 1e9:,.1f}"
+    words = f"the fullest rank holds {size_words(held)}, there {size_words(other_held)}"
     yield _Figure((other_held - held) / own.capacity_bytes, words, can_win=False)
 
 

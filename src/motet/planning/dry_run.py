@@ -11,7 +11,7 @@ from rich.table import Table
 from motet.core.errors import UserError
 from motet.core.files import check_output
 from motet.core.plan import Plan
-from motet.core.words import counted_words
+from motet.core.words import counted_words, size_words
 from motet.planner.refinement import strategy_of
 from motet.planning.at_hand import device_at_hand
 from motet.planning.cluster import ClusterOptions
@@ -95,20 +95,21 @@ def _print(plan: Plan, program: PlannedProgram, prediction: Prediction, of: str)
     """of: what the step is the fullest of, in words."""
     console, peaks = Console(), prediction.peak_bytes
     in_stages = plan.schedule != "data_parallel"
+    scale, unit = (1e9, "GB") if peaks.max() >= 1e9 else (1e6, "MB")
     table = Table(
-        "rank", *(("blocks",) if in_stages else ()), *prediction.memory_bytes, "all", title="Memory by rank, GB"
+        "rank", *(("blocks",) if in_stages else ()), *prediction.memory_bytes, "all", title=f"Memory by rank, {unit}"
     )
     for row in sorted((-peaks).argsort(kind="stable")[:_MAX_ROWS].tolist()):
         parts = (*(held[row] for held in prediction.memory_bytes.values()), peaks[row])
         rank = int(prediction.ranks[row])
         blocks = (_blocks_of(program, rank),) if in_stages else ()
-        table.add_row(str(rank), *blocks, *(f"{size / 1e9:,.3f}" for size in parts))
+        table.add_row(str(rank), *blocks, *(f"{size / scale:,.3f}" for size in parts))
     console.print(table)
     among = f"the {_MAX_ROWS} that hold most of {len(peaks):,} ranks" if len(peaks) > _MAX_ROWS else "all ranks"
-    capacity = f"{prediction.capacity_bytes / 1e9:,.1f} GB"
-    unit, each, device = plan.units[0], plan.microbatch_size, plan.cluster.device.name
-    num_sharing = unit.shard_size or (unit.dp if unit.zero else 1)
-    whose = "" if unit.tp == 1 else " of the part that a tensor-parallel rank computes with"
+    capacity = size_words(prediction.capacity_bytes)
+    of_all, each, device = plan.units[0], plan.microbatch_size, plan.cluster.device.name
+    num_sharing = of_all.shard_size or (of_all.dp if of_all.zero else 1)
+    whose = "" if of_all.tp == 1 else " of the part that a tensor-parallel rank computes with"
     if num_sharing > 1:
         copies = f"A copy{whose} is shared by {num_sharing:,} ranks"
     else:

@@ -26,11 +26,11 @@ from motet.core.arrays import Int64Array
 from motet.core.cluster import Cluster
 from motet.core.errors import JointUserError, UserError
 from motet.core.plan import Plan
-from motet.core.words import counted_words
+from motet.core.words import counted_words, size_words
 from motet.cost.profile import PROFILE_FILE
 from motet.data.order import ListedOrder
 from motet.dispatch import BalanceConfig
-from motet.planner.candidate import Pins, predict_candidate, size_words
+from motet.planner.candidate import Pins, predict_candidate
 from motet.planner.command import PlanOutputs, find_plans, write_outputs
 from motet.planner.evaluation import Quota
 from motet.planner.job import Job

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from motet.core.arrays import Float64Array
 from motet.core.plan import Plan
-from motet.planner.candidate import size_words
+from motet.core.words import size_words
 from motet.planner.data_parallel.loads import assigned_load
 from motet.planner.data_parallel.recomputation import block_seconds
 from motet.planner.job import Job

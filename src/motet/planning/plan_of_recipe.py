@@ -114,7 +114,7 @@ def recipe_of_plan(plan: Plan, recipe: Recipe) -> Recipe:
     shard_size = (unit.shard_size or unit.dp) if unit.zero else 1
     fsdp = {
         "shard_size": None if shard_size == unit.dp > 1 else shard_size,
-        "reshard_after_forward": unit.zero == 3,
+        "reshard_after_forward": unit.zero == 3 or shard_size == 1,
         "once_a_step": unit.zero == 1 and shard_size > 1,
         "recompute": _recomputes(plan),
     }

@@ -50,7 +50,7 @@ class FSDPConfig(BaseModel):
     """`[fsdp]` of a recipe: how parameters are sharded, and in which dtype modules compute.
 
     shard_size:   ranks that together hold one copy of the parameters; None: all ranks. Fewer is hybrid sharding, 1 is
-                  like DDP.
+                  like DDP, and gathers nothing.
     param_dtype:  dtype in which modules compute; None: that of the parameters. Parameters and optimizer state keep
                   their dtype.
     reduce_dtype: dtype in which gradients are summed over ranks; None: that in which modules compute, or that of the
@@ -120,6 +120,15 @@ class FSDPConfig(BaseModel):
     def _kept_if_gathered_once(self) -> FSDPConfig:
         if self.once_a_step and self.reshard_after_forward:
             raise ValueError("once_a_step needs reshard_after_forward = false: what is gathered once a step must stay")
+        return self
+
+    @model_validator(mode="after")
+    def _shares_out_what_it_keeps(self) -> FSDPConfig:
+        if self.shard_size == 1 and not self.reshard_after_forward:
+            raise ValueError(
+                "reshard_after_forward = false has no effect with shard_size = 1, as each rank holds a whole copy and "
+                "gathers nothing; remove it" + (", and once_a_step" if self.once_a_step else "")
+            )
         return self
 
     @property

@@ -6,6 +6,7 @@ The encoders run once; `generate.py` then writes the answers.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,6 +41,7 @@ from motet.train.world import World
 _NO_TASK = "all"
 _MAX_NAMED = 3
 """Examples that an error names."""
+_SAY_EVERY_S = 5.0
 
 
 class EvaluateConfig(BaseModel):
@@ -101,7 +103,8 @@ class Evaluator:
 
     exchange: on a host group of the main thread, of `replicas`: the ranks that run different examples.
     seed:     of the noise that generators draw and are judged by: the same in each evaluation.
-    report:   called once with a sentence for each example that is left out, because its files cannot be used.
+    report:   called once with a sentence for each example that is left out, because its files cannot be used; and
+              every few seconds with how far it is.
     """
 
     def __init__(
@@ -117,7 +120,7 @@ class Evaluator:
         seed: int,
         report: Callable[[str], None],
     ) -> None:
-        self._left_out = LeftOutOfEvaluation(report)
+        self._left_out, self._report = LeftOutOfEvaluation(report), report
         self._dataset, self._tokenizer, self._decoder, self._exchange = dataset, tokenizer, decoder, exchange
         self._mesh, self._world, self._replicas, self._config, self._seed = mesh, world, replicas, config, seed
 
@@ -133,8 +136,9 @@ class Evaluator:
         count = min(self._dataset.num_examples, self._config.max_examples or self._dataset.num_examples)
         totals = torch.zeros(2 + 2 * len(model.generators), dtype=torch.float64, device=self._mesh.device)
         answers: list[Answer] = []
-        stopped = False
+        stopped, progress = False, EvaluationProgress(count, self._report)
         for start in range(0, count, self._config.batch_size):
+            progress.at(start)
             if stopped := any(self._world.gather(is_stopped())):
                 break
             loaded = self._load(np.arange(start, min(start + self._config.batch_size, count)))
@@ -306,6 +310,27 @@ def _answer_tokens(sequence: TokenSequence) -> int:
     behind = np.flatnonzero(np.diff(sequence.targets, append=False) & sequence.targets)[-1]
     before = np.flatnonzero(~sequence.targets[:behind])
     return int(behind - (before[-1] if len(before) else -1) - 1)
+
+
+class EvaluationProgress:
+    """Says every few seconds how far an evaluation is. say: called with a sentence.
+
+    Example:
+        >>> progress = EvaluationProgress(400, print, every_s=0.0)
+        >>> progress.at(64)
+        Evaluating: 64 of 400 held-out examples so far.
+    """
+
+    def __init__(self, num_examples: int, say: Callable[[str], None], every_s: float = _SAY_EVERY_S) -> None:
+        self._num_examples, self._say, self._every_s = num_examples, say, every_s
+        self._said_s = time.monotonic()
+
+    def at(self, number: int) -> None:
+        """Note how many examples are done."""
+        now_s = time.monotonic()
+        if number and now_s - self._said_s >= self._every_s:
+            self._say(f"Evaluating: {number:,} of {counted_words(self._num_examples, 'held-out example')} so far.")
+            self._said_s = now_s
 
 
 class LeftOutOfEvaluation:

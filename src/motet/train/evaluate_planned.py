@@ -40,6 +40,7 @@ from motet.train.evaluate import (
     Answer,
     EvaluateConfig,
     Evaluation,
+    EvaluationProgress,
     LeftOutOfEvaluation,
     answer_to,
     evaluation_of,
@@ -67,7 +68,7 @@ class PlannedEvaluator:
         seed: int,
         report: Callable[[str], None],
     ) -> None:
-        self._left_out = LeftOutOfEvaluation(report)
+        self._left_out, self._report = LeftOutOfEvaluation(report), report
         self._dataset, self._tokenizer, self._decoder = dataset, tokenizer, decoder
         self._plan, self._needs, self._step, self._world, self._config = plan, needs, step, world, config
         self._decide, self._seed = StepDecider(step.place, plan, own_fills=True), seed
@@ -81,7 +82,9 @@ class PlannedEvaluator:
         generators = tuple(self._step.weights)
         totals, answers, stopped = torch.zeros(2 + 2 * len(generators), dtype=torch.float64), list[Answer](), False
         size = min(self._config.batch_size, self._plan.batch_size)
+        progress = EvaluationProgress(count, self._report)
         for start in range(0, count, size):
+            progress.at(start)
             if stopped := any(self._world.gather(is_stopped())):
                 break
             chunk = np.arange(start, min(start + size, count))

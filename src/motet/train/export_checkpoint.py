@@ -19,8 +19,8 @@ from motet.core.workload import BACKBONE
 from motet.models.build import build_mllm
 from motet.models.materialise import materialise
 from motet.models.mllm import MLLM
-from motet.train.checkpoint.contents import Damaged, RunState, is_checkpoint, verify
-from motet.train.checkpoint.folder import checkpoints, folder_of_checkpoints
+from motet.train.checkpoint.contents import Damaged, RunState, verify
+from motet.train.checkpoint.folder import check_checkpoint
 from motet.train.checkpoint.remote import checkpoint_at, is_stored
 from motet.train.checkpoint.restoring import load_weights
 from motet.train.checkpoint.same_run import check_beside, check_stated, stated
@@ -62,7 +62,7 @@ def export_checkpoint(checkpoint: Path | str, out: Path, recipe_file: Path | Non
 
 
 def _export(checkpoint: Path, out: Path, recipe_file: Path | None, overrides: Sequence[str]) -> None:
-    _check_checkpoint(checkpoint)
+    check_checkpoint(checkpoint)
     check_empty(out)
     recipe = _recipe(checkpoint, recipe_file, overrides)
     state = _verified(checkpoint)
@@ -83,15 +83,6 @@ def check_empty(out: Path) -> None:
         if out.exists() and any(out.iterdir()):
             raise UserError(f"--out {out} is not empty; name a folder that is empty, or not there.")
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
-
-
-def _check_checkpoint(path: Path) -> None:
-    """Raise UserError for what is no checkpoint; of a run, the sentence names its newest one."""
-    if is_checkpoint(path):
-        return
-    if there := checkpoints(folder_of_checkpoints(path)):
-        raise UserError(f"{path} holds {len(there)} checkpoints; name one of them, such as {there[-1]}.")
-    raise UserError(f"{path} is no checkpoint; name one that motet checkpoints RUN_DIR lists.")
 
 
 def _recipe(checkpoint: Path, given: Path | None, overrides: Sequence[str]) -> Recipe:

@@ -74,7 +74,8 @@ class PredictedRun:
 
     def __init__(self, recipe: Recipe, chosen: ChosenPlan, world: World, say: Say) -> None:
         self._world, stages = world, planned(chosen.plan)
-        self._beside = MeasuredBeside(_replan(chosen, recipe))
+        is_profiled = (recipe.run.dir / PROFILE_FILE).exists()
+        self._beside = MeasuredBeside(_replan(chosen, recipe), is_profiled=is_profiled)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="predict")
         self._future: Future[PredictedStep] | None = None
         self._last: tuple[StepResult, Prediction | None] | None = None

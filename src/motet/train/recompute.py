@@ -30,6 +30,7 @@ from motet.core.errors import UserError
 from motet.core.nodes import RanksPerNode
 from motet.core.plan import BalancingMethod, Plan, Unit
 from motet.core.spec import ModelSpec
+from motet.core.words import size_words
 from motet.core.workload import BACKBONE, BatchLengths, Workload, home_ranks
 from motet.cost.analytic import Analytic
 from motet.cost.catalogue import cluster
@@ -37,7 +38,6 @@ from motet.cost.memory import held_elements, stage_layers, with_measured_bytes
 from motet.cost.profile import kept_shares, read_profile
 from motet.data.order import ExampleOrder, StepExamples
 from motet.dispatch import RankBatch
-from motet.planner.candidate import size_words
 from motet.planner.data_parallel.loads import ModuleState, load_alone, load_of, state_of
 from motet.planner.data_parallel.recomputation import fit_recomputation
 from motet.planner.job import Job

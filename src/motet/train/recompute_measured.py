@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from motet.planner.candidate import size_words
+from motet.core.words import size_words
 
 MEASURED_STEPS = 4
 """Steps that are measured, after the first."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import os
+import re
 import socket
 import stat
 import sys
@@ -12,10 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from motet.core.errors import UserError
 from motet.core.files import names_open_file
+from motet.data.shard_names import expand_braces
 from motet.train.checkpoint.contents import CHECKPOINTS
 from motet.train.report.step_lines import ASIDE, METRICS, step_of
 
@@ -37,6 +40,7 @@ FILES = (
     REPORT,
 )
 FOLDERS = (CHECKPOINTS, "tensorboard", "export", "made", "profile")
+_RANK = re.compile(r"\{rank[^{}]*\}")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """Error codes of a file system without locks."""
 
@@ -94,6 +98,21 @@ def writing(path: Path, what: str = "") -> Iterator[None]:
     except OSError as error:
         key = f"{what} = " if what else ""
         raise UserError(f"{key}{error.filename or path} cannot be written: {error.strerror or error}.") from error
+
+
+def outputs_named(folder: Path, manifest: str) -> str:
+    """The name of a file that a run writes in its folder and that a manifest names, too; "" if there is none.
+
+    folder, manifest: absolute; the latter may be a pattern, with {rank} for a number.
+    Raises UserError for braces that name too many files.
+    """
+    names = (*FILES, *FOLDERS)
+    for pattern in set(expand_braces(_RANK.sub("0", manifest))):
+        path = PurePath(pattern)
+        named = names if glob.has_magic(pattern) else [path.name] if path.name in names else []
+        if found := next((name for name in named if (folder / name).match(pattern)), ""):
+            return found
+    return ""
 
 
 def _check(folder: Path) -> None:

@@ -17,13 +17,12 @@ import numpy as np
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.errors import UserError
 from motet.core.plan import Plan, Unit
-from motet.core.words import counted_words
+from motet.core.words import counted_words, size_words
 from motet.core.workload import BACKBONE, BatchLengths, ItemLengths
 from motet.cost.memory import USABLE_MEMORY
 from motet.data.examples import Examples
 from motet.data.left_out import MAX_NAMED
 from motet.planner.alone import bytes_alone
-from motet.planner.candidate import size_words
 
 _EXAMPLES_AT_ONCE = 1 << 16
 _WHOLE: Mapping[str, int] = MappingProxyType({})

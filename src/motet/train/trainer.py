@@ -137,17 +137,24 @@ def train(
             say(slow)
         job = build_job(recipe, world, resume, say, cleanup, chosen)
         predicted = None if chosen is None else cleanup.enter_context(PredictedRun(recipe, chosen, world, say))
-        _Run(job, trace, start_s, predicted, folder).run()
+        _Run(job, trace, start_s, predicted, folder, resume).run()
 
 
 class _Run:
     """The loop over steps, and what comes after it. Rank 0 writes the log; all ranks do all else alike."""
 
     def __init__(
-        self, job: TrainingJob, trace: bool, start_s: float, predicted: PredictedRun | None, folder: RunFolder | None
+        self,
+        job: TrainingJob,
+        trace: bool,
+        start_s: float,
+        predicted: PredictedRun | None,
+        folder: RunFolder | None,
+        resume: str,
     ) -> None:
-        """predicted: None without a Plan. folder: on rank 0."""
+        """predicted: None without a Plan. folder: on rank 0. resume: as of `train`."""
         self.predicted, self.folder = predicted, folder
+        self.goes_on = "the same command" if resume == "auto" else f"the same command without --resume {resume}"
         self.job, self.recipe, self.world = job, job.recipe, job.world
         self.start_s, self.first_step = start_s, job.progress.step
         self.stop, self.buffers = StopSignal(), Buffers(job.model)
@@ -387,7 +394,7 @@ class _Run:
                 self.job.checkpointer.wait()
         except JointUserError as error:
             return str(error)
-        return f"step {done} is saved, and the same command goes on from it."
+        return f"step {done} is saved, and {self.goes_on} goes on from it."
 
     def _loss(self) -> str:
         """How the run has lost its folder, as rank 0 sees it; else ""."""

@@ -38,7 +38,7 @@ def test_what_is_better_is_why_and_what_is_worse_is_the_price():
     assert why == "It is 50% faster than b (the b): 10% of it are bubbles, of the other's step 40%."
     assert price == (
         "What it pays for that: recomputation and padding add 50% to the operations, there 20%; the fullest rank holds "
-        "60.0 GB, there 20.0."
+        "60.0 GB, there 20.0 GB."
     )
 
 

@@ -169,7 +169,7 @@ def test_a_plan_that_can_be_run_is_the_plan_of_its_recipe(recipe_file, num_ranks
     [
         (),
         ("fsdp.shard_size=2",),
-        ("fsdp.shard_size=1", "fsdp.reshard_after_forward=false"),
+        ("fsdp.shard_size=1",),
         ("fsdp.reshard_after_forward=false", "fsdp.recompute=true"),
         ("fsdp.reshard_after_forward=false", "fsdp.once_a_step=true", "run.microbatches=2"),
         ("fsdp.recompute={ backbone = 1 }",),

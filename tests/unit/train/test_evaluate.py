@@ -14,7 +14,7 @@ from motet.data.chat_template import DEFAULT_TEMPLATE
 from motet.data.dataset import Dataset
 from motet.data.text import ChatTokenizer
 from motet.dispatch import pack
-from motet.train.evaluate import EvaluateConfig, answer_to, check_prompts
+from motet.train.evaluate import EvaluateConfig, EvaluationProgress, answer_to, check_prompts
 from motet.train.job import build_job
 from motet.train.recipe.recipe_file import load_recipe
 from motet.train.world import join_world
@@ -23,15 +23,16 @@ from unit.data.samples import TEMPLATE, a_record, train_backend, write_manifest
 
 
 def evaluate(rank, num_ranks, recipe, overrides):
+    EvaluationProgress.__init__.__defaults__, said = (0.0,), []
     with join_world("cpu") as world, ExitStack() as cleanup:
-        job = build_job(load_recipe(Path(recipe), overrides), world, "never", lambda _: None, cleanup)
+        job = build_job(load_recipe(Path(recipe), overrides), world, "never", said.append, cleanup)
         with torch.no_grad():
             for weight in job.model.parameters():
                 # As initialised, a model says the same to everything.
                 weight.mul_(6 if weight.ndim > 1 else 1)
         found = job.evaluator.run(job.model)
         answers = {answer.place: answer.answer for answer in found.samples}
-        return found.loss, answers, reference(job)
+        return found.loss, answers, reference(job), [each for each in said if each.startswith("Evaluating")]
 
 
 def reference(job):
@@ -71,7 +72,8 @@ def reference(job):
 def test_answers_do_not_depend_on_ranks_or_packing(tmp_path):
     job = write_tiny_job(tmp_path / "data", num_heldout=11)
     overrides = [f"run.dir={tmp_path}", "run.dtype=float64", "evaluate.batch_size=5", "evaluate.max_new_tokens=9"]
-    loss, answers, expected = run_ranks(evaluate, 1, str(job), overrides)[0]
+    loss, answers, expected, said = run_ranks(evaluate, 1, str(job), overrides)[0]
+    assert said == [f"Evaluating: {number} of 11 held-out examples so far." for number in (5, 10)]
     assert answers == expected
     assert len(answers) == 11
     assert len(set(answers.values())) > 3

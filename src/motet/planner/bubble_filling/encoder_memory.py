@@ -16,10 +16,11 @@ import numpy as np
 
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import Unit
+from motet.core.words import size_words
 from motet.core.workload import BACKBONE
 from motet.cost.memory import Spans, kept_bytes, stage_layers, taken_bytes, unit_spans
 from motet.planner.bubble_filling.encoder_plans import EncoderPlan, EncoderPlans
-from motet.planner.candidate import BUBBLE_FILLING, RuledOut, size_words
+from motet.planner.candidate import BUBBLE_FILLING, RuledOut
 from motet.planner.stages.recompute import Fit, StageBytes, fit_rank, stage_bytes
 from motet.schedule import fillable
 from motet.schedule.layout import Layout

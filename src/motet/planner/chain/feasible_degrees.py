@@ -18,7 +18,8 @@ import numpy as np
 
 from motet.core.arrays import Float64Array
 from motet.core.plan import ScheduleKind
-from motet.planner.candidate import CHAIN, Pins, RuledOut, size_words
+from motet.core.words import size_words
+from motet.planner.candidate import CHAIN, Pins, RuledOut
 from motet.planner.degrees import SCHEDULE_NAMES, Degrees, allowed_microbatch_sizes, most_replicas
 from motet.planner.infeasible import indivisible, nothing_divides, tensor_degrees
 from motet.planner.job import Job

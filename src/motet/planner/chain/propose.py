@@ -23,7 +23,8 @@ import numpy as np
 
 from motet.core.arrays import Float64Array, Int64Array
 from motet.core.plan import ScheduleKind
-from motet.planner.candidate import CHAIN, Candidate, Pins, RuledOut, size_words
+from motet.core.words import size_words
+from motet.planner.candidate import CHAIN, Candidate, Pins, RuledOut
 from motet.planner.chain.anchored_cut import by_layers, by_parameters
 from motet.planner.chain.feasible_degrees import FeasibleDegrees
 from motet.planner.chain.pipeline import MICROBATCHES_TO_FILL, ChainPipeline, chain_passes

@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import partial
 
 from motet.core.errors import UserError
-from motet.core.words import counted_words, shown_seconds
-from motet.planner.candidate import DATA_PARALLEL, Candidate, Pins, RuledOut, size_words
+from motet.core.words import counted_words, shown_seconds, size_words
+from motet.planner.candidate import DATA_PARALLEL, Candidate, Pins, RuledOut
 from motet.planner.data_parallel.loads import EvenBatch
 from motet.planner.data_parallel.search import DataParallelSearch, PlacedSharding, ShardingEstimate
 from motet.planner.data_parallel.zero import ZeroSharding

@@ -14,9 +14,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from motet.core.words import counted_words, shown_seconds
+from motet.core.words import counted_words, shown_seconds, size_words
 from motet.core.workload import BACKBONE
-from motet.planner.candidate import DISAGGREGATED, Candidate, Pins, RuledOut, size_words
+from motet.planner.candidate import DISAGGREGATED, Candidate, Pins, RuledOut
 from motet.planner.disaggregated.allocate import allocate, rigid
 from motet.planner.disaggregated.allocation import Allocation, Limits, UnitOptions
 from motet.planner.disaggregated.interleaved_units import interleaved_units

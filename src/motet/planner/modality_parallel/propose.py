@@ -20,9 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 from motet.core.arrays import Float64Array
-from motet.core.words import shown_seconds
+from motet.core.words import shown_seconds, size_words
 from motet.core.workload import BACKBONE
-from motet.planner.candidate import MODALITY_PARALLEL, Candidate, Pins, RuledOut, size_words
+from motet.planner.candidate import MODALITY_PARALLEL, Candidate, Pins, RuledOut
 from motet.planner.degrees import allowed_microbatch_sizes, most_replicas
 from motet.planner.infeasible import indivisible, not_apart, nothing_divides, tensor_degrees
 from motet.planner.job import Job

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from motet.core.plan import Plan
-from motet.core.words import counted_words, shown_seconds
+from motet.core.words import counted_words, shown_seconds, size_words
 from motet.simulate.bubbles import BUBBLE_KINDS
 from motet.simulate.predict.prediction import Prediction
 from motet.simulate.show.plan_words import plan_in_words
@@ -53,8 +53,9 @@ def out_of_memory(plan: Plan, prediction: Prediction) -> str:
     largest = max(prediction.memory_bytes, key=lambda part: int(prediction.memory_bytes[part][worst]))
     return (
         f"Out of memory on {lacking:,} of {counted_words(prediction.num_ranks, 'rank')}: rank {rank}, of "
-        f"unit{'s' if len(holders) > 1 else ''} {', '.join(holders)}, needs {_gbytes(prediction.peak_bytes[worst])} "
-        f"GB, most of it {largest}; the {plan.cluster.device.name} has {_gbytes(prediction.capacity_bytes)} GB."
+        f"unit{'s' if len(holders) > 1 else ''} {', '.join(holders)}, needs "
+        f"{size_words(prediction.peak_bytes[worst])}, most of it {largest}; the {plan.cluster.device.name} has "
+        f"{size_words(prediction.capacity_bytes)}."
     )
 
 

@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from motet.core.errors import UserError
 from motet.core.files import sync
 from motet.train.checkpoint.contents import CHECKPOINTS, is_checkpoint, step_named
 
@@ -98,3 +99,12 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def check_checkpoint(path: Path) -> None:
+    """Raise UserError for what is no checkpoint; of a run, the sentence names its newest one."""
+    if is_checkpoint(path):
+        return
+    if there := checkpoints(folder_of_checkpoints(path)):
+        raise UserError(f"{path} holds {len(there)} checkpoints; name one of them, such as {there[-1]}.")
+    raise UserError(f"{path} is no checkpoint; name one that motet checkpoints RUN_DIR lists.")

@@ -20,14 +20,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from motet.core.errors import JointUserError
+from motet.core.errors import JointUserError, UserError
 from motet.core.limits import MAX_STEPS
 from motet.train.checkpoint.contents import (
+    Damaged,
     File,
     Progress,
     RunState,
     StoredTensor,
     complete_checkpoint,
+    digest_of,
     is_checkpoint,
     name_of,
     step_named,
@@ -87,6 +89,7 @@ class Checkpointer:
         self._copier = ThreadPoolExecutor(1, "copies-checkpoints")
         self._copying: Future[None] | None = None
         self._save_step: int | None = None
+        self._replaced: str | None = None
         self._saved = list(line[-1:])
         # An earlier attempt may have been killed, or the store out of reach, when the last one was to be copied.
         self._is_to_copy = self._remote is not None and bool(self._line)
@@ -143,9 +146,21 @@ class Checkpointer:
 
     @property
     def newest(self) -> str:
-        """Name of the newest whole checkpoint of this run, as far as this rank knows; "" if there is none."""
+        """Name of the newest whole checkpoint of this run, as far as this rank knows; "" if there is none.
+
+        One of the same step that the run had before it went back, and that a save has not replaced yet, is none.
+        """
         begun = [] if self._save_step is None else [name_of(self._save_step)]
+        if begun and self._pending is not None and self._digest(begun[0]) == self._replaced:
+            begun = []
         return next((name for name in [*begun, *self._saved] if is_checkpoint(self._folder / name)), "")
+
+    def _digest(self, name: str) -> str | None:
+        """The digest of a checkpoint in the folder; None if none can be read there."""
+        try:
+            return digest_of(self._folder / name)
+        except (Damaged, UserError):
+            return None
 
     @property
     def line(self) -> list[str]:
@@ -177,7 +192,7 @@ class Checkpointer:
 
     def _begin(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
         """Start a save in the background."""
-        self._save_step = progress.step
+        self._save_step, self._replaced = progress.step, self._digest(name_of(progress.step))
         num_ranks = dist.get_world_size(self._group) if self._group is not None else 1
         state = RunState(**vars(progress), num_ranks=num_ranks, launch=self._launch, written=datetime.now(UTC))
         temporary = self._temporary

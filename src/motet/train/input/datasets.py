@@ -87,6 +87,11 @@ def open_dataset(
             progress=_index_progress(manifests, say),
         )
     say_left_out(manifests or ("[workload]",), dataset.left_out, dataset.num_in_manifests, say)
+    if dataset.left_out.num_too_long and not (whole or recipe.is_drawn or recipe.data.too_long == "truncate"):
+        say(
+            f"Examples longer than data.max_sequence_length = {recipe.data.max_sequence_length:,} are left out; "
+            'data.too_long = "truncate" would cut them there, at an item that fits.'
+        )
     return dataset
 
 

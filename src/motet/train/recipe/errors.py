@@ -92,6 +92,8 @@ def place_of(
         inner = in_phase(key)
         # A key may also stand in an inline table, which has one line.
         line = line_of_key(text, inner, len(inner)) or line or line_of_key(text, inner, _INSIDE_PHASE)
+    if key and not line and (inside := sorted(".".join(map(str, o)) for o in overrides if o[: len(key)] == key)):
+        return f"--set {inside[0]}"
     line = line or line_of_key(text, key)
     return f"{where}, line {line}" if line else where
 

@@ -32,6 +32,7 @@ from motet.train.recipe.reading import read_recipe
 from motet.train.recipe.recipe import Recipe
 from motet.train.recipe.toml_text import dump_toml
 from motet.train.recipe.whole import WholeRecipe, check_whole_tables
+from motet.train.run_folder import outputs_named
 
 _VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 """A variable of the shell in a path."""
@@ -44,7 +45,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, trains: bool = Tru
     overrides: "table.key=value", the value in TOML (a bare word is a string).
     trains:    False if it is only planned: a whole model then needs no weights, and a recipe whose examples are drawn
                neither run.dir nor run.steps.
-    Raises UserError if the file is missing or no TOML, and for the first wrong key.
+    Raises UserError if the file is missing or no TOML, for the first wrong key, and if data are what the run writes.
     """
     read = read_recipe(path, overrides)
     schema, tables = Recipe, _with_own_files(read.tables, path.resolve().parent)
@@ -71,6 +72,13 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, trains: bool = Tru
                 f"shell write it: --set {'.'.join(key)}=..."
             )
     resolved = schema.model_validate(absolute(recipe.model_dump(exclude_unset=True), path.resolve().parent))
+    for split, manifests in (("train", resolved.data.train), ("heldout", resolved.data.heldout)) if trains else ():
+        for manifest in manifests:
+            if not is_url(manifest) and (name := outputs_named(resolved.run.dir, manifest)):
+                raise UserError(
+                    f"{place_of(('data', split), str(path), read.text, read.set_keys)}: {manifest} in data.{split} "
+                    f"names {resolved.run.dir / name} as well, which the run itself writes; set another run.dir."
+                )
     try:
         _ = resolved.modules
         if trains:

@@ -20,6 +20,7 @@ from motet.simulate.show.report import BUBBLE_NAMES
 COMPARED_STEPS = 20
 """Steps after which the log compares. The first of them is left out: it allocates memory."""
 LAST_STEP = "last_step.json"
+AT_ASSUMED_SPEED = " at a speed that is assumed, as nothing was profiled here"
 _MAX_SPANS = 100_000
 """The most spans of each picture."""
 
@@ -36,10 +37,11 @@ def predicted_actions(prediction: Prediction) -> dict[str, float]:
 class MeasuredBeside:
     """Adds up measured and predicted seconds of the first steps of a process.
 
-    replan: the command that plans anew by measured times.
+    replan:      the command that plans anew by measured times.
+    is_profiled: whether predictions are of measured times; of an assumed speed, only their sum is said.
 
     Example:
-        >>> compared = MeasuredBeside("motet plan R", num_steps=2)
+        >>> compared = MeasuredBeside("motet plan R", is_profiled=True, num_steps=2)
         >>> compared.add(9.0, {"forward image": 8.0}, 1.0, {"forward image": 1.0})
         ''
         >>> said = compared.add(1.2, {"forward image": 0.5, "optimizer": 0.1}, 1.0, {"forward image": 0.4})
@@ -47,8 +49,8 @@ class MeasuredBeside:
         'on a mean rank, with the waits of receives, forward image 500 ms against 400 ms, optimizer 100 ms against 0 s.'
     """
 
-    def __init__(self, replan: str, num_steps: int = COMPARED_STEPS) -> None:
-        self._replan, self._num_steps, self._count = replan, num_steps, 0
+    def __init__(self, replan: str, is_profiled: bool, num_steps: int = COMPARED_STEPS) -> None:
+        self._replan, self._is_profiled, self._num_steps, self._count = replan, is_profiled, num_steps, 0
         self._step_s: Counter[str] = Counter()
         self._measured: Counter[str] = Counter()
         self._predicted: Counter[str] = Counter()
@@ -70,13 +72,22 @@ class MeasuredBeside:
             self._measured.keys() | self._predicted.keys(),
             key=lambda name: -max(self._measured[name], self._predicted[name]),
         )
-        by_kind = ", ".join(f"{name} {self._both(self._measured[name], self._predicted[name])}" for name in names)
         measured_s, predicted_s = self._step_s["measured"], self._step_s["predicted"]
-        error = measured_s / predicted_s - 1
+        count, steps = self._num_steps - 1, counted_words(self._num_steps, "step")
+        if not self._is_profiled:
+            measured = ", ".join(
+                f"{name} {_shown(self._measured[name] / count)}" for name in names if self._measured[name]
+            )
+            return (
+                f"After {steps}: a step takes {_shown(measured_s / count)}; on a mean rank, with the waits of "
+                f"receives, {measured}. {_shown(predicted_s / count)} was predicted{AT_ASSUMED_SPEED}. "
+                f"Plan anew: {self._replan}"
+            )
+        by_kind = ", ".join(f"{name} {self._both(self._measured[name], self._predicted[name])}" for name in names)
         return (
-            f"After {counted_words(self._num_steps, 'step')}, measured against predicted: a step takes "
-            f"{self._both(measured_s, predicted_s)} ({error:+.0%}); on a mean rank, with the waits of receives, "
-            f"{by_kind}. Plan anew: {self._replan}"
+            f"After {steps}, measured against predicted: a step takes {self._both(measured_s, predicted_s)} "
+            f"({measured_s / predicted_s - 1:+.0%}); on a mean rank, with the waits of receives, {by_kind}. Plan anew: "
+            f"{self._replan}"
         )
 
     def _both(self, measured_s: float, predicted_s: float) -> str:
@@ -120,11 +131,14 @@ def _words(timelines: Mapping[str, Timeline], summary: Mapping[str, Any]) -> str
     if "predicted" not in timelines:
         return "It was not predicted; the log says why, and what would predict it."
     measured_s, predicted_s = (timelines[name].makespan_s for name in ("measured", "predicted"))
-    words = f"On one scale of time. It took {measured_s / predicted_s:.1%} of the predicted time."
+    words = "On one scale of time."
+    if summary["is_profiled"]:
+        words += f" It took {measured_s / predicted_s:.1%} of the predicted time."
     if summary["makespan_error"] is not None:
+        by = f": {summary['makespan_error']:+.1%}" if summary["is_profiled"] else AT_ASSUMED_SPEED
         words += (
             f" The median of the steps behind the first ones took {shown_seconds(summary['measured_s'])}, and was "
-            f"predicted to take {shown_seconds(summary['predicted_s'])}: {summary['makespan_error']:+.1%}."
+            f"predicted to take {shown_seconds(summary['predicted_s'])}{by}."
         )
     return words
 

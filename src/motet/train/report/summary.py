@@ -9,8 +9,10 @@ from typing import Any
 
 from motet.core.errors import UserError
 from motet.core.words import counted_words, shown_seconds
+from motet.cost.profile import PROFILE_FILE
 from motet.runtime.sent_bytes import SENT_KINDS
 from motet.train.evaluate import Evaluation
+from motet.train.report.beside import AT_ASSUMED_SPEED
 from motet.train.report.peak import Peak
 from motet.train.report.step_lines import HELDOUT_FILE, read_lines
 from motet.train.world import World
@@ -35,6 +37,7 @@ def summarise(
     predicted_s, measured_s, makespan_error, bubbles: of the steps after the first ones that were predicted, as medians;
                            the makespan from the first action of any rank to the last, measured over predicted less 1,
                            and seconds by kind on the busiest rank. None where no step was predicted.
+    is_profiled:           whether the run's folder has a profile; without one, predictions are of an assumed speed.
     Raises UserError if there are no steps.
     """
     steps = read_lines(run_dir / "metrics.jsonl")
@@ -82,6 +85,7 @@ def summarise(
         "memory": max((step["memory"] for step in steps), key=lambda memory: memory["peak_bytes"]),
         "ahead": _ahead(steps),
         **_beside(steps),
+        "is_profiled": (run_dir / PROFILE_FILE).exists(),
         "bad_examples": steps[-1]["bad_examples"],
         "bad_steps": sum(step.get("bad_step") is not None for step in steps),
         "overflows": sum(step.get("overflow", False) for step in steps),
@@ -120,9 +124,10 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         needed = f", {cut['by_memory']:,} of which no rank could hold whole" if cut["by_memory"] else ""
         lines.append(f"{what} cut over ranks in {_microbatches(cut['microbatches'])}{needed}{gained}")
     if summary["makespan_error"] is not None:
+        by = f" ({summary['makespan_error']:+.1%})" if summary["is_profiled"] else AT_ASSUMED_SPEED
         lines.append(
             f"a step takes {summary['measured_s']:.4g} s from its first action to its last, "
-            f"{summary['predicted_s']:.4g} s predicted ({summary['makespan_error']:+.1%})"
+            f"{summary['predicted_s']:.4g} s predicted{by}"
         )
     for task, share in summary["exact_match"].items():
         lines.append(

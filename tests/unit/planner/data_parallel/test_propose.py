@@ -16,8 +16,9 @@ from motet.core.plan import Plan, Unit
 from motet.core.sampler import Sampler
 from motet.core.shapes import Transformer, audio_encoder, connect, language_model, multimodal, vit
 from motet.core.spec import ModelSpec
+from motet.core.words import size_words
 from motet.cost.analytic import Analytic
-from motet.planner.candidate import Candidate, Pins, RuledOut, predict_candidate, size_words
+from motet.planner.candidate import Candidate, Pins, RuledOut, predict_candidate
 from motet.planner.data_parallel.loads import EvenBatch, assigned_load, state_of
 from motet.planner.data_parallel.propose import propose_data_parallel
 from motet.planner.data_parallel.search import DataParallelSearch
