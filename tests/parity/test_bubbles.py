@@ -87,6 +87,8 @@ def cases_in_halves():
         in_halves(beside(LLM, BOTH, dropout=0.2, recompute={"image+audio": BOTH}), {"image": 10}),
         in_halves(beside(LLM, cut("image", 1, 2), AUDIO, frozen=("image encoder",)), {"image": 2, "audio": 4}),
         in_halves(beside(LLM, cut("image", 4), cut("audio", 3), parts=("queries",)), {"image": 7, "audio": 5}),
+        in_halves(beside(LLM, IMAGE, AUDIO, parts=("keys",)), {"image": 6, "audio": 4}),
+        in_halves(beside(LLM, IMAGE, AUDIO, parts=("stacked",)), {"image": 6, "audio": 4}),
         in_halves(beside(LLM, IMAGE, AUDIO, dropout=0.2, filling="by_step"), {"image": 6, "audio": 4}),
     ]
 
@@ -351,7 +353,7 @@ def test_encoders_that_are_shared_out_in_each_microbatch_equal_one_process(num_r
     assert_planned(num_ranks, cases)
 
 
-@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({2: cases_in_halves()}, {2: (0,)}))
+@pytest.mark.parametrize(("num_ranks", "cases"), in_tiers({2: cases_in_halves()}, {2: (0, 5)}))
 def test_halves_of_blocks_in_bubbles_equal_one_process(num_ranks, cases):
     assert_planned(num_ranks, cases)
 

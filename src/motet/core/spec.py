@@ -80,6 +80,7 @@ class Layer:
     parameters:       the number of all parameters: `weights`, norms, biases and look-up tables.
     output_width:     elements of an output row; a pipeline sends as many where it is cut.
     activation_width: elements of a row that forward keeps for backward, the input included.
+    carried_width:    of output_width, elements that layers before it have made, and that go along with its own.
     divisor:          the length of an item that makes one row here: above 1 after strided convolutions or merged
                       patches.
     multiple:         above 1 before strided convolutions whose outputs the length counts: pixels of latents.
@@ -139,6 +140,7 @@ class Layer:
     inner_weights: Parameters | None = None
     weight_width: Count = 0
     divided_weight_width: Count = 0
+    carried_width: Count = 0
 
     def __post_init__(self) -> None:
         for frozen in ("weights", "parameters", "expert_weights"):
@@ -152,6 +154,7 @@ class Layer:
             ("weight_width", "activation_width"),
             ("divided_weight_width", "weight_width"),
             ("divided_weight_width", "divided_width"),
+            ("carried_width", "output_width"),
         ):
             if getattr(self, part) > getattr(self, whole):
                 raise ArgumentError(
@@ -274,7 +277,8 @@ class Layer:
         """The entries of a transformer layer's matrices of queries, keys, values and output; 0 of any other layer."""
         if self.attention is None or self.attention.queries or self.continues:
             return 0
-        return 2 * self.output_width * (self.attention.width + self.attention.kv_width)
+        own_width = self.output_width - self.carried_width
+        return 2 * own_width * (self.attention.width + self.attention.kv_width)
 
     @property
     def has_halves(self) -> bool:

@@ -13,6 +13,7 @@ from motet.models.block import Block
 from motet.models.build import EncoderConfig, build_modality
 from motet.models.module import ModalityModule
 from motet.models.projector import Projector, ProjectorConfig
+from parity.towers import mllama_tower
 from unit.models.test_shaped import AUDIO, SIZES, VARIANTS, VISION, model_of
 
 DROPOUTS = {
@@ -71,6 +72,17 @@ def assert_same(found):
 def test_halves_in_turn_do_what_a_block_does(tiny, family):
     sizes = tiny.sizes(family)
     assert_same(both_ways(tiny.encoder(family), tiny.values(family, sizes).double(), sizes))
+
+
+def test_halves_of_a_tower_with_gates_and_a_norm_between_its_layers():
+    tower, sizes = mllama_tower().double(), torch.tensor([[1, 2], [2, 2]])
+    module = ModalityModule(tower, Projector(tower.output_dim, 4, ProjectorConfig())).double()
+    assert not module.unhalvable
+    spec = module.spec_module("it")
+    layers = [spec.layers[spec.halved_layer(number)] for number in range(len(module.blocks))]
+    # Rows of inner layers that go along are no width of the matrices.
+    assert [(each.output_width, each.attention_weights) for each in layers] == [(16, 4 * 8 * 8)] * 3
+    assert_same(both_ways(module, torch.randn(24, 12, dtype=torch.float64), sizes))
 
 
 @pytest.mark.parametrize("kind", ["image", "audio"])

@@ -30,8 +30,10 @@ from motet.models.extents import extents_of
 from motet.models.families.patches import (
     add_class_rows,
     embed_patches,
+    gives_output,
     rows_here,
     sent_width,
+    with_carried,
     without_class_rows,
     zero_image,
 )
@@ -46,6 +48,16 @@ _MULTIPLE = 8
 """Rows of a tile are filled up to a multiple of this, which 1 + n * n never is."""
 
 
+def _attention(layer: nn.Module, hidden: Tensor, segments: Extents) -> Tensor:
+    attended, _ = layer.self_attn(layer.input_layernorm(hidden), attention_mask=segments)
+    return hidden + (layer.gate_attn.tanh() * attended if layer.is_gated else attended)
+
+
+def _mlp(layer: nn.Module, hidden: Tensor, segments: Extents) -> Tensor:
+    changed = layer.mlp(layer.post_attention_layernorm(hidden))
+    return hidden + (layer.gate_ffn.tanh() * changed if layer.is_gated else changed)
+
+
 class MllamaTower(nn.Module):
     """The tower: local layers, then gated ones, which transformers calls global. Both attend over the whole image.
 
@@ -58,6 +70,7 @@ class MllamaTower(nn.Module):
     """
 
     on_all_rows = ("_between",)
+    halves = (_attention, _mlp)
 
     def __init__(self, model: MllamaVisionModel) -> None:
         super().__init__()
@@ -118,7 +131,7 @@ class MllamaTower(nn.Module):
                 layer = replace(
                     layer, parameters=layer.parameters + 2, activation_width=layer.activation_width + 2 * self.width
                 )
-            described.append(LayerModules(replace(layer, output_width=sent), (block,)))
+            described.append(LayerModules(with_carried(layer, sent), (block,)))
             if number == self.num_local - 1:
                 behind = (model.layernorm_post, model.post_tile_positional_embedding)
                 described.append(LayerModules(self._behind_local(sent, *behind), behind))
@@ -197,6 +210,8 @@ class MllamaTower(nn.Module):
         [segments] = extents_of(self, sizes.numpy(), shared)
         for number, block in enumerate(self.blocks[first:stop], first):
             hidden = block(hidden[None], segments)[0]
+            if not gives_output(block):
+                continue
             inner += [hidden] * self.inner.count(number)
             if number == self.num_local - 1:
                 hidden = self._between(hidden, sizes, here)

@@ -17,6 +17,7 @@ from motet.core.arrays import Int64Array
 from motet.core.errors import UserError
 from motet.core.item_segments import ItemSegments
 from motet.core.shapes import Transformer
+from motet.core.spec import Layer
 from motet.core.words import counted_words
 from motet.models.attention import Extents, PackedItems
 from motet.models.context_items import ContextItems, SharedAttention, SharedItemRows
@@ -77,7 +78,7 @@ class PatchEncoder(nn.Module):
         for number, block in enumerate(self.blocks, 1):
             layer = shape.layer(extra_rows=self.class_rows, trainable=any_trainable(block))
             width = self.output_dim if number == self.num_computed else sent_width(self.width, self.inner, number)
-            layers.append(LayerModules(replace(layer, output_width=width), (block,)))
+            layers.append(LayerModules(with_carried(layer, width), (block,)))
         return layers + [unused_layer(block, self.output_dim) for block in self.uncomputed]
 
     def grid(self, sizes: Int64Array) -> Int64Array:
@@ -140,6 +141,11 @@ def sent_width(width: int, inner: Sequence[int], number: int) -> int:
     inner, number: of layers, from the same first number. With `gives_output`, for towers whose inner rows go along.
     """
     return width * (1 + sum(each <= number for each in inner))
+
+
+def with_carried(layer: Layer, width: int) -> Layer:
+    """The layer that sends on rows of this width: its own, and beside them those of layers before it."""
+    return replace(layer, output_width=width, carried_width=width - layer.output_width)
 
 
 def gives_output(layer: nn.Module) -> bool:

@@ -5,7 +5,6 @@ rows of inner layers that go along with those of the last one (DeepStack, Meng e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from motet.models.families.patches import (
     gives_output,
     rows_here,
     sent_width,
+    with_carried,
     zero_image,
 )
 from motet.models.families.qwen2_vl import (
@@ -82,7 +82,7 @@ class _Qwen3VLBlocks(nn.Module):
         described = [LayerModules(stem, (model.patch_embed, model.pos_embed))]
         for number, block in enumerate(self.blocks):
             layer, sent = shape.layer(trainable=any_trainable(block)), sent_width(self.width, self.inner, number)
-            described.append(LayerModules(replace(layer, output_width=sent), (block,)))
+            described.append(LayerModules(with_carried(layer, sent), (block,)))
         return described
 
     def forward(self, values: Tensor, sizes: Tensor, shared: SharedItemRows | None = None) -> Tensor:
