@@ -44,7 +44,7 @@ from motet.simulate.predict.step_seconds import PricedSteps
 
 MAX_COMPARED = 1 << 13
 """Plans are compared on several batches of up to so many examples; of larger ones, on parts."""
-_NUM_PLANNED = 4
+_NUM_PLANNED, _NUM_ASSIGNED = 4, 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,13 +172,23 @@ class Job:
     def assignment(self, plan: Plan, number: int = 0) -> StepAssignment:
         """The assignment of the first `plan.batch_size` examples of a drawn batch to a Plan of this job.
 
-        Under "data_parallel", where deciding takes long, Plans that differ only in their sharding share it.
+        Under "data_parallel", where deciding takes long, Plans that differ only in their sharding share it. The last
+        ones of pipelines are kept, as refinement compares one Plan with its neighbours, and then simulates these.
         """
+        this = id(plan), number
+        if this in self._last_assigned:
+            self._last_assigned[this] = known = self._last_assigned.pop(this)
+            return known[1]
         batch = self.drawn(number)
         if plan.batch_size != batch.num_examples:
             batch = batch.take(np.arange(plan.batch_size))
         if plan.schedule != "data_parallel":
-            return assign_step(plan, batch, self.balancing, self._known(plan).seconds)
+            assignment = assign_step(plan, batch, self.balancing, self._known(plan).seconds)
+            if plan.batch_size <= MAX_COMPARED:
+                self._last_assigned[this] = plan, assignment
+                if len(self._last_assigned) > _NUM_ASSIGNED:
+                    del self._last_assigned[next(iter(self._last_assigned))]
+            return assignment
         if plan.order != "given" or plan.microbatch_caps:
             return assign_batch(plan, batch, self.cost, self.balancing)
         (unit,) = plan.units
@@ -214,6 +224,11 @@ class Job:
     @cached_property
     def _planned(self) -> deque[_KnownPlan]:
         return deque(maxlen=_NUM_PLANNED)
+
+    @cached_property
+    def _last_assigned(self) -> dict[tuple[int, int], tuple[Plan, StepAssignment]]:
+        """By the id of a Plan, which is kept beside its assignment, and the number of a batch; the last used last."""
+        return {}
 
     @cached_property
     def _assignments(self) -> dict[object, StepAssignment]:

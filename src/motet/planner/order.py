@@ -190,6 +190,14 @@ def caps_for(job: Job, plan: Plan) -> dict[str, int]:
     return caps
 
 
+def under_caps(job: Job, plan: Plan, pins: Pins) -> Plan | None:
+    """The Plan with its examples in groups under `caps_for`, in the best order; None where they can have no others."""
+    is_pinned = pins.microbatch_size is not None or any(stated.cap is not None for stated in pins.fields.values())
+    if is_pinned or not _can_be_ordered(job, plan, pins) or not (caps := caps_for(job, plan)):
+        return None
+    return replace(plan, order="both", microbatch_caps=caps)
+
+
 def _caps_of(job: Job, vision: str, max_groups: int) -> dict[str, int]:
     """`caps_for` of an encoder and the backbone, for so many microbatches of all replicas."""
     sizes = _sizes(job, (vision, BACKBONE))
@@ -229,9 +237,8 @@ def _can_be_ordered(job: Job, plan: Plan, pins: Pins) -> bool:
 def _reordered_plans(job: Job, plan: Plan, pins: Pins) -> Iterator[Plan]:
     for order in _ORDERS:
         yield replace(plan, order=order)
-    is_capped = any(stated.cap is not None for stated in pins.fields.values())
-    if pins.microbatch_size is None and not is_capped and (caps := caps_for(job, plan)):
-        yield replace(plan, order="both", microbatch_caps=caps)
+    if (grouped := under_caps(job, plan, pins)) is not None:
+        yield grouped
 
 
 def are_alike(one: StepAssignment, other: StepAssignment) -> bool:

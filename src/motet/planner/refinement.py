@@ -1,7 +1,7 @@
 """The fastest Plans of a search, made faster step by step: from each to a neighbour that is faster; where none is, on
 from the least slow one, as far as the budget reaches. Then the same within each shape of the backbone and within each
 virtual pipeline, from the fastest Plan that was simulated, and from the fastest of all through all shapes once more.
-Last, what lacks little memory, in other orders.
+Last, what lacks little memory, in other orders, and the fastest of each kind that was simulated, in groups under caps.
 
 Estimates in closed form decide what is proposed and simulated. They are some per cent wrong, so a neighbour of a
 proposed Plan, or one that was proposed and not given its best order of examples, may be the fastest. On few ranks,
@@ -39,7 +39,7 @@ from motet.planner.field_pins import unmet
 from motet.planner.job import Job
 from motet.planner.more_recomputed import all_recomputed, share_recomputed
 from motet.planner.neighbours import as_pipelines, is_virtual, neighbours
-from motet.planner.order import are_alike, can_win
+from motet.planner.order import are_alike, can_win, under_caps
 from motet.planner.quick_estimate import quick_estimate
 from motet.planner.regrouping import regrouped
 from motet.planner.search_result import SimulatedCandidate
@@ -52,9 +52,9 @@ from motet.simulate.predict.prediction import Prediction
 BUDGET, SIMULATION = 120_000, 1_500
 """What the refinement of a strategy's or shape's Plans spends, so that it finds what it would find alone. A simulation
 costs as many spans as its Timeline has, and SIMULATION more: what does not depend on spans takes about as long."""
-_AS_CHAINS, _PASSED, _LAST, _IN_OTHER_ORDERS = "as chains", "passed", "last", "in other orders"
+_AS_CHAINS, _PASSED, _LAST, _IN_OTHER_ORDERS, _GROUPED = "as chains", "passed", "last", "in other orders", "grouped"
 """Purses beside those of strategies and shapes: of `Refinement._as_chains`, of all descents from Plans that others have
-passed, of `Refinement._anywhere`, and of `Refinement._in_other_orders`."""
+passed, of `Refinement._anywhere`, of `Refinement._in_other_orders`, and of `Refinement._under_caps`."""
 _SHARE_PASSED = 0.5
 """What the second of these has of a budget."""
 REFINED_RANKS = 8
@@ -94,6 +94,7 @@ class Refinement:
         self.left: dict[Hashable, float] = defaultdict(lambda: budget, {_PASSED: _SHARE_PASSED * budget})
         self.seen = set[str]()
         self._known: dict[str, SimulatedCandidate | None] = {}
+        self._compared: dict[tuple[str, str], bool] = {}
         self._slower: list[SimulatedCandidate] = []
         self._kept: _Shape | _Pipeline | None = None
 
@@ -136,8 +137,8 @@ class Refinement:
         improved = self._within_shapes(improved)
         improved = self._within_virtual_pipelines(improved)
         improved = self._anywhere(improved)
-        # 4. What would be faster and lacks some memory.
-        return self._in_other_orders(improved)
+        # 4. What would be faster and lacks some memory; and what groups under caps make the fastest.
+        return self._under_caps(self._in_other_orders(improved))
 
     def _fastest_s(self, results: Sequence[SimulatedCandidate]) -> float:
         """Seconds of the fastest step that is known."""
@@ -243,6 +244,30 @@ class Refinement:
                     if other is not None and is_faster(other.prediction.step_s, fastest_s) and self._fits(other):
                         found.append(self._named(other))
                         fastest_s = other.prediction.step_s
+        return [*improved, *found[-1:]]
+
+    def _under_caps(self, improved: list[SimulatedCandidate]) -> list[SimulatedCandidate]:
+        """The results with the fastest Plan that groups under caps make faster than all of them.
+
+        Caps are of one number of microbatches, so that descents compare Plans without, and pass a microbatch size that
+        gains more by them than others. The fastest Plan of each pipeline and size, of those passed, gets them here.
+        """
+        fastest_s, found, tried = self._fastest_s(improved), list[SimulatedCandidate](), set[Hashable]()
+        for one in sorted(self._passed(), key=lambda one: one.prediction.step_s):
+            if one.prediction.step_s > NEAR * fastest_s:
+                break
+            plan = one.candidate.plan
+            kind = _Pipeline.of(plan), plan.microbatch_size
+            grouped = under_caps(self.job, replace(plan, balance="off"), self.pins) if kind not in tried else None
+            if grouped is None or not self._allows(grouped):
+                continue
+            tried.add(kind)
+            if _key(grouped) not in self._known and not self._spend(_GROUPED, one.prediction):
+                break
+            other = self._predicted(one, grouped)
+            if other is not None and is_faster(other.prediction.step_s, fastest_s) and self._fits(other):
+                found.append(self._named(other))
+                fastest_s = other.prediction.step_s
         return [*improved, *found[-1:]]
 
     def _named(self, one: SimulatedCandidate) -> SimulatedCandidate:
@@ -370,10 +395,13 @@ class Refinement:
             return False
         if other.schedule != plan.schedule:
             return False
-        try:
-            return are_alike(self.job.assignment(plan), self.job.assignment(other))
-        except UserError:  # `_predicted` leaves it out.
-            return False
+        pair = _key(plan), _key(other)
+        if pair not in self._compared:
+            try:
+                self._compared[pair] = are_alike(self.job.assignment(plan), self.job.assignment(other))
+            except UserError:  # `_predicted` leaves it out.
+                self._compared[pair] = False
+        return self._compared[pair]
 
     def _may_replace(self, plan: Plan, other: Plan) -> bool:
         return not self.suitable(plan) or self.suitable(other)

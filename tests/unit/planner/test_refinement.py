@@ -116,6 +116,30 @@ def test_what_lacks_memory_is_tried_in_other_orders():
     assert found.prediction.peak_bytes.max() <= tight.capacity_bytes
 
 
+@pytest.mark.parametrize(
+    ("pins", "is_found"), [(Pins(), True), (Pins(microbatch_size=2), False), (Pins(order="both"), False)]
+)
+def test_what_a_descent_passed_gets_groups_under_caps(pins, is_found):
+    """Of two sizes of microbatches in their best order, one is faster than both in groups under caps."""
+    given_job = replace(on_ranks(2, batch_size=16), seed=5)
+    unit = Unit("all", ({"image": 6, "audio": 2}, {"audio": 2, "backbone": 8}), pp=2)
+    starts = []
+    for size in (2, 4):
+        plan = Plan(given_job.model, given_job.cluster, (unit,), 16, size, "1f1b", order="both")
+        candidate = Candidate(CHAIN, "as made", plan, 1.0)
+        starts.append(SimulatedCandidate(candidate, predict_candidate(given_job, candidate)))
+    refinement = Refinement(given_job, pins, STRATEGIES, lambda plan: True)
+    for start in starts:
+        assert refinement._predicted(start, start.candidate.plan)
+    improved = refinement._under_caps(starts)
+    assert improved[:2] == starts and len(improved) == 2 + is_found
+    if is_found:
+        assert improved[2].candidate.plan.microbatch_caps
+        assert improved[2].prediction.step_s < min(start.prediction.step_s for start in starts)
+        again = predict_candidate(given_job, improved[2].candidate)
+        assert again.step_s == improved[2].prediction.step_s
+
+
 @pytest.mark.slow
 def test_every_shape_that_is_passed_near_the_best_has_a_descent_of_its_own(monkeypatch):
     """Also one that is neither proposed nor the end of a descent."""
