@@ -7,7 +7,7 @@ PYTEST := .venv/bin/python -m pytest
 WORKERS := -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 RANKS := 4
 
-.PHONY: venv demo demo-plans demo-generate test test-all test-gpu lint format clean
+.PHONY: venv demo demo-plans demo-generate test test-all test-gpu test-sanitized lint format clean
 
 venv: .venv/installed
 
@@ -38,6 +38,10 @@ test-all: venv
 
 test-gpu: venv
 	$(PYTEST) tests -m gpu
+
+# The native core with AddressSanitizer and UndefinedBehaviorSanitizer, built into build/sanitized, under its unit tests.
+test-sanitized: venv
+	scripts/test_sanitized
 
 lint: venv
 	.venv/bin/ruff format --check .

@@ -33,6 +33,13 @@ class Codes {
     std::array<std::pair<PyObject*, std::int32_t>, 64> seen_{};
 };
 
+inline std::int32_t number_of(PyObject* value) {
+    const long number = PyLong_AsLong(value);
+    if (number == -1 && PyErr_Occurred()) throw nb::python_error();
+    if (number != static_cast<std::int32_t>(number)) throw nb::value_error("no int32 holds a number of an Action");
+    return static_cast<std::int32_t>(number);
+}
+
 // rows: a sequence a rank, which are kept. items: all actions, rank by rank. columns: [6, num_actions], row by row:
 // rank, stage, code of the kind, microbatch, part and peer.
 struct Actions {
@@ -62,10 +69,8 @@ inline Actions read_actions(const nb::tuple& given, nb::dict codes) {
             actions.columns[at] = static_cast<std::int32_t>(rank);
             for (std::size_t field = 0; field < num_action_fields; ++field) {
                 auto* value = PyTuple_GET_ITEM(item, field);
-                actions.columns[(field + 1) * count + at] =
-                    field == 1 ? kinds.of(value) : static_cast<std::int32_t>(PyLong_AsLong(value));
+                actions.columns[(field + 1) * count + at] = field == 1 ? kinds.of(value) : number_of(value);
             }
-            if (PyErr_Occurred()) throw nb::python_error();
         }
     }
     return actions;

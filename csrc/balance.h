@@ -2,6 +2,7 @@
 // Both give the same ranks for the same input; whoever changes one changes the other.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -15,6 +16,11 @@ struct Placement {
     std::vector<std::int64_t> loads;   // [num_ranks]
     std::int64_t bound = 0;
 };
+
+// The bound and a 2^-bits of it, or what fits: no load is above that.
+inline std::int64_t slightly_above(std::int64_t bound, int bits) {
+    return bound + std::min(bound >> bits, INT64_MAX - bound);
+}
 
 // sort.cpp: items by weight, heaviest first; equal weights by item number.
 struct SortedItems {

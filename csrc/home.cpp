@@ -35,7 +35,7 @@ std::vector<Group> ranks_of_node(const Group& node, int first, int size, Home ho
     std::vector<Group> ranks(size);
     for (int rank = 0; rank < size; ++rank) {
         ranks[rank].target = share_of(node.load, rank + 1, size) - share_of(node.load, rank, size);
-        ranks[rank].limit = bound + std::min(bound >> 17, INT64_MAX - bound);
+        ranks[rank].limit = slightly_above(bound, 17);
     }
     std::vector<int> rank_of(node.items.size());
     for (std::size_t i = 0; i < node.items.size(); ++i) {

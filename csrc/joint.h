@@ -7,6 +7,8 @@
 #include <span>
 #include <vector>
 
+#include "balance.h"
+
 namespace motet {
 
 struct JointCosts {
@@ -36,8 +38,7 @@ struct JointProblem {
     std::vector<std::int64_t> sums, bound;          // [num_phases]
 
     std::int64_t goal(int bits) const {  // the summed bounds and a 2^-bits of them
-        const auto sum = std::accumulate(bound.begin(), bound.end(), std::int64_t{0});
-        return sum + (sum >> bits);
+        return slightly_above(std::accumulate(bound.begin(), bound.end(), std::int64_t{0}), bits);
     }
 };
 

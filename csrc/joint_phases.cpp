@@ -64,7 +64,7 @@ public:
 
     void begin(int phase) {
         phase_ = phase;
-        goal_ = problem_.bound[phase] + (problem_.bound[phase] >> kLevelBits);
+        goal_ = slightly_above(problem_.bound[phase], kLevelBits);
         for (auto& entries : entries_) entries.clear();
     }
 

@@ -66,7 +66,7 @@ std::int64_t optimum(const Classes& classes, const Descending& descending, int n
     while (low < high) {
         std::array<std::int64_t, kNumProbes> limits;
         const std::int64_t step = (high - low) / (kNumProbes + 1) + 1;
-        for (int probe = 0; probe < kNumProbes; ++probe) limits[probe] = std::min(low + probe * step, high - 1);
+        for (int probe = 0; probe < kNumProbes; ++probe) limits[probe] = low + std::min(probe * step, high - 1 - low);
         const int too_small = num_too_small(descending, num_ranks, limits);
         if (too_small < kNumProbes) high = limits[too_small];
         if (too_small > 0) low = limits[too_small - 1] + 1;

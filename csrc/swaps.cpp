@@ -122,7 +122,7 @@ public:
     Swaps(Weights descending, std::int64_t bound, bool equal_counts, std::int64_t num_steps,
           std::vector<std::int32_t>& ranks, std::vector<std::int64_t>& loads)
         : weights_(descending),
-          target_(bound + (bound >> 17)),
+          target_(slightly_above(bound, 17)),
           equal_counts_(equal_counts),
           steps_left_(num_steps),
           ranks_(ranks),

@@ -3,6 +3,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <tuple>
@@ -22,8 +23,10 @@ motet::PassEnds pass_ends(std::vector<std::vector<Given>> given, double send_s) 
     for (auto& of_rank : given) {
         std::vector<motet::PlacedSlices> placed;
         for (auto& [starts, stops, capacity, slice_s, num] : of_rank) {
-            if (stops.size() != starts.size() || capacity.size() != starts.size() + 1 || !(slice_s > 0) || num < 1) {
-                throw std::invalid_argument("PassEnds: starts, stops, capacity, slice_s and num do not match");
+            const bool match = stops.size() == starts.size() && capacity.size() == starts.size() + 1;
+            const auto ascends = [](const auto& values) { return std::is_sorted(values.begin(), values.end()); };
+            if (!match || !ascends(starts) || !ascends(capacity) || capacity[0] < 0 || !(slice_s > 0) || num < 1) {
+                throw std::invalid_argument("PassEnds: starts, stops, capacity, slice_s and num do not match, or do not ascend");
             }
             placed.push_back({std::move(starts), std::move(stops), std::move(capacity), slice_s, num});
         }

@@ -21,9 +21,9 @@ double PlacedSlices::end(double begin_s) const {
         if (fitting >= 1) left -= static_cast<std::int64_t>(fitting);
     }
     // 2. The bubble after it that holds the last slice.
+    if (left > capacity.back() - capacity[next]) throw std::out_of_range("the bubbles do not hold all slices");
     const std::int64_t before = capacity[next] + left;
-    const auto bubble = static_cast<std::size_t>(std::lower_bound(capacity.begin(), capacity.end(), before) - capacity.begin()) - 1;
-    if (bubble >= starts.size()) throw std::out_of_range("the bubbles do not hold all slices");
+    const auto bubble = std::lower_bound(capacity.begin(), capacity.end(), before) - capacity.begin() - 1;
     return starts[bubble] + static_cast<double>(before - capacity[bubble]) * slice_s;
 }
 

@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <stdexcept>
@@ -22,6 +23,9 @@ std::vector<std::int64_t> best_cut(const std::vector<std::int64_t>& sums, std::i
     const auto num_layers = static_cast<std::int64_t>(sums.size()) - 1;
     if (num_devices < 1 || num_chunks < 1 || num_layers < num_devices * num_chunks) {
         throw std::invalid_argument("best_cut: there are fewer layers than stages");
+    }
+    if (sums[0] != 0 || sums.back() > motet::kMostTicks || !std::is_sorted(sums.begin(), sums.end())) {
+        throw std::invalid_argument("best_cut: sums must ascend from 0, to 5 * 2^28 at most");
     }
     return motet::best_cut(sums, num_devices, num_chunks, folded);
 }

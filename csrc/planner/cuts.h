@@ -8,7 +8,10 @@
 
 namespace motet {
 
-// The bounds of all stages in the best cut. sums: integer seconds of the first 0, 1, ... layers.
+// All layers come to 2^30, but for rounding. The square of this is below kNever of cuts.cpp.
+constexpr std::int64_t kMostTicks = std::int64_t{5} << 28;
+
+// The bounds of all stages in the best cut. sums: integer seconds of the first 0, 1, ... layers, up to kMostTicks.
 std::vector<std::int64_t> best_cut(std::span<const std::int64_t> sums, std::int64_t num_devices,
                                    std::int64_t num_chunks, bool folded);
 

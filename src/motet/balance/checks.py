@@ -16,9 +16,10 @@ MAX_TIME_BUDGET_S = 1_000_000
 
 
 def checked_num_ranks(num_ranks: int) -> int:
-    """num_ranks as int; raises ArgumentError if it is below 1."""
-    if num_ranks < 1:
-        raise ArgumentError(f"num_ranks is {num_ranks}; it must be at least 1.")
+    """num_ranks as int; raises ArgumentError if it is below 1, or no int32 number."""
+    if not 1 <= num_ranks < 2**31:
+        right = "at least 1" if num_ranks < 1 else "below 2^31"
+        raise ArgumentError(f"num_ranks is {num_ranks}; it must be {right}.")
     return int(num_ranks)
 
 

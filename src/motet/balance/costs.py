@@ -27,8 +27,8 @@ class Packed:
 
     def __post_init__(self) -> None:
         for name, value in (("linear", self.linear), ("quadratic", self.quadratic)):
-            if not isinstance(value, int) or value < 0:
-                raise ArgumentError(f"Packed({name}={value!r}): a coefficient must be an integer of 0 or more.")
+            if not isinstance(value, int) or not 0 <= value <= INT64_MAX:
+                raise ArgumentError(f"Packed({name}={value!r}): a coefficient must be an integer from 0 to 2^63 - 1.")
 
     def weights(self, lengths: Int64Array) -> Int64Array:
         """The cost of each item, int64 [num_items]. Raises ArgumentError where the sum does not fit int64."""
@@ -111,8 +111,8 @@ def _alone(lengths: Int64Array, linear: int, quadratic: int) -> Int64Array:
 
 def _check_coefficients(cost: Padded | PaddedAttention, linear: int, quadratic: int, at_least: int) -> None:
     for value in (linear, quadratic):
-        if not isinstance(value, int) or value < at_least:
-            raise ArgumentError(f"{cost}: a coefficient must be an integer of {at_least} or more.")
+        if not isinstance(value, int) or not at_least <= value <= INT64_MAX:
+            raise ArgumentError(f"{cost}: a coefficient must be an integer from {at_least} to 2^63 - 1.")
 
 
 def _check_padded(cost: Padded | PaddedAttention, linear: int, quadratic: int, lengths: Int64Array) -> None:

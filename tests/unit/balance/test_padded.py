@@ -154,10 +154,13 @@ def test_costs_of_60_bits(backend):
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: Padded(linear=-1), r"Padded\(linear=-1, quadratic=0\): a coefficient must be an integer of 0 or more"),
-        (lambda: Padded(quadratic=0.5), "integer of 0 or more"),
-        (lambda: PaddedAttention(linear=0), "integer of 1 or more"),
-        (lambda: PaddedAttention(quadratic=0), "integer of 1 or more"),
+        (
+            lambda: Padded(linear=-1),
+            r"Padded\(linear=-1, quadratic=0\): a coefficient must be an integer from 0 to 2\^63 - 1",
+        ),
+        (lambda: Padded(quadratic=0.5), r"integer from 0 to 2\^63 - 1"),
+        (lambda: PaddedAttention(linear=0), r"integer from 1 to 2\^63 - 1"),
+        (lambda: PaddedAttention(quadratic=0), r"integer from 1 to 2\^63 - 1"),
         (lambda: assign([2**31] * 3, 2, PaddedAttention()), r"can exceed 2\^63 - 1"),
         (lambda: assign([2**31] * 3, 2, Padded(quadratic=1)), r"can exceed 2\^63 - 1"),
     ],

@@ -7,6 +7,8 @@ class PassEnds:
 
     ranks:  per rank, the slices of each encoder's pass as `BubbleRoom.tables` has them.
     send_s: a message from one rank to the next.
+
+    Raises ValueError for starts or capacities that do not ascend, or differ in number, and for no slices.
     """
 
     def __init__(
@@ -15,5 +17,5 @@ class PassEnds:
     def through(self, begins_s: Sequence[float], ends_s: Sequence[float]) -> tuple[float, ...]:
         """The ends of all ranks' passes, to the bit, once microbatches are through that are ready at begins_s.
 
-        ends_s: when each rank's last pass ended before.
+        ends_s: when each rank's last pass ended before. Raises IndexError where bubbles do not hold all slices.
         """

@@ -151,8 +151,10 @@ def _prefix(layer_s: Sequence[float], num_stages: int, num_chunks: int) -> Int64
     seconds = np.asarray(layer_s, dtype=np.float64)
     if num_stages < 1 or num_chunks < 1:
         raise ArgumentError(f"num_stages is {num_stages} and num_chunks {num_chunks}; both must be at least 1.")
-    if seconds.ndim != 1 or not np.isfinite(seconds).all() or (seconds < 0).any():
-        raise ArgumentError("layer_s must be one number a layer, finite and not negative.")
+    with np.errstate(over="ignore"):
+        is_finite = np.isfinite(seconds.sum())
+    if seconds.ndim != 1 or not is_finite or (seconds < 0).any():
+        raise ArgumentError("layer_s must be one number a layer, not negative and with a finite sum.")
     if len(seconds) < num_stages * num_chunks:
         raise ArgumentError(
             f"{counted_words(len(seconds), 'layer')} for {counted_words(num_stages * num_chunks, 'stage')} "

@@ -58,25 +58,29 @@ def add_communication(program: Program, *, blocking: bool = False, holds_up: boo
 
 def _native_rows(program: Program, blocking: bool, holds_up: bool) -> tuple[Row, ...] | None:
     """The rows from the native core: those of `place_messages`, 10 times as fast. None where it is not built, for
-    stages that meet, of which it knows nothing, and for a Program that cannot run: the reference says why.
+    stages that meet, of which it knows nothing, and for a Program that cannot run or has numbers beyond int32: the
+    reference says why.
     """
     if _native is None or any(stage.meets for stage in program.stages):
         return None
     edges = np.array(program.edges, dtype=np.int32).reshape(-1, 2)
-    rows: tuple[Row, ...] | None = _native.communicate(
-        tuple(program.actions),
-        _KINDS,
-        Action,
-        np.array([stage.rank for stage in program.stages], dtype=np.int32),
-        np.array([stage.group for stage in program.stages], dtype=np.int32),
-        np.array([nominal_share(stage) for stage in program.stages], dtype=np.float64),
-        np.array([NOMINAL_DURATIONS.get(kind, 0.0) for kind in _KINDS]),
-        edges[:, 0].copy(),
-        edges[:, 1].copy(),
-        program.num_microbatches,
-        blocking or holds_up,
-        blocking,
-    )
+    try:
+        rows: tuple[Row, ...] | None = _native.communicate(
+            tuple(program.actions),
+            _KINDS,
+            Action,
+            np.array([stage.rank for stage in program.stages], dtype=np.int32),
+            np.array([stage.group for stage in program.stages], dtype=np.int32),
+            np.array([nominal_share(stage) for stage in program.stages], dtype=np.float64),
+            np.array([NOMINAL_DURATIONS.get(kind, 0.0) for kind in _KINDS]),
+            edges[:, 0].copy(),
+            edges[:, 1].copy(),
+            program.num_microbatches,
+            blocking or holds_up,
+            blocking,
+        )
+    except (ValueError, OverflowError):  # a number that no int32 holds
+        return None
     return rows
 
 

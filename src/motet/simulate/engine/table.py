@@ -81,10 +81,13 @@ def _tiled(rows: AlikeRows, ranks: Int64Array) -> tuple[Int32Array, ...]:
 def _columns(actions: tuple[Row, ...]) -> tuple[Int32Array, ...]:
     """rank, stage, kind, microbatch, part and peer."""
     engine = native_engine()
-    if engine is not None:
-        return tuple(engine.columns(actions, CODES))
-    rows = [(rank, action.stage, CODES[action.kind], *action[2:]) for rank, row in enumerate(actions) for action in row]
-    return tuple(np.array(rows, dtype=np.int32).reshape(-1, 6).T.copy())
+    try:
+        if engine is not None:
+            return tuple(engine.columns(actions, CODES))
+        rows = [(rank, one.stage, CODES[one.kind], *one[2:]) for rank, row in enumerate(actions) for one in row]
+        return tuple(np.array(rows, dtype=np.int32).reshape(-1, 6).T.copy())
+    except (ValueError, OverflowError) as error:
+        raise ArgumentError("an Action of the Program has a number that no int32 holds; they count from 0.") from error
 
 
 def _check(table: ActionTable) -> None:

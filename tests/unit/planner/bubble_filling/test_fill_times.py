@@ -43,6 +43,11 @@ def test_the_native_core_refuses_what_does_not_match():
     table = ([0.0], [1.0], [0, 2], 0.5, 3)
     with pytest.raises(IndexError, match="do not hold all slices"):
         _pass_ends.PassEnds([[table]], 0.0).through([0.0], (0.0,))
+    most = ([0.0, 2.0], [1.0, 3.0], [0, 2**62, 2**63 - 1], 1e-30, 2**63 - 1)
+    with pytest.raises(IndexError, match="do not hold all slices"):
+        _pass_ends.PassEnds([[most]], 0.0).through([1.5], (0.0,))
+    with pytest.raises(ValueError, match="do not match"):
+        _pass_ends.PassEnds([[([0.0, 2.0], [1.0, 3.0], [2, 0, 4], 0.5, 3)]], 0.0)
     with pytest.raises(ValueError, match="one end a rank"):
         _pass_ends.PassEnds([[table]], 0.0).through([0.0], ())
     with pytest.raises(ValueError, match="do not match"):

@@ -104,6 +104,7 @@ def test_layers_that_take_no_time_are_cut_all_the_same():
         ([1, 2, 3], 2, 2, "3 layers for 4 stages"),
         ([1, -2], 1, 1, "not negative"),
         ([1, float("nan")], 1, 1, "finite"),
+        ([1e308] * 20, 2, 1, "with a finite sum"),
         ([[1, 2]], 1, 1, "one number a layer"),
         ([1, 2], 0, 1, "num_stages is 0"),
         ([1, 2], 1, 0, "num_chunks 0"),
@@ -135,5 +136,8 @@ def test_the_native_core_finds_the_same_slowest_stages_to_the_bit(block_s, num_b
 def test_the_native_core_refuses_what_does_not_match():
     with pytest.raises(ValueError, match="fewer layers than stages"):
         _cuts.best_cut([0, 1], 2, 1, False)
+    for sums in ([1, 2, 3], [0, 5, 4], [0, 1, 2**62]):
+        with pytest.raises(ValueError, match="must ascend from 0"):
+            _cuts.best_cut(sums, 1, 2, False)
     with pytest.raises(ValueError, match="do not match"):
         _cuts.slowest_stages(np.zeros((1, 3)), np.zeros((1, 3)))
