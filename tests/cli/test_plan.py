@@ -18,6 +18,7 @@ from motet.analyze.lengths import read_lengths
 from motet.cli import main
 from motet.core.errors import UserError
 from motet.planner import what_if
+from motet.planner.strategies import STRATEGIES
 from motet.planning import measure
 from motet.planning.planned_recipe import read_job_recipe
 from motet.planning.under_plan import recipe_under_plan
@@ -485,7 +486,8 @@ def test_two_ranks_measure_the_fastest_plans(tmp_path, monkeypatch):
     done = motet_on_ranks(2, "plan", recipe, "--measure", "2", "--out", "tiny.json", "--pin", "recompute=none")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Wrote tiny.json, tiny.png.") == 1
-    rows = [line for line in done.stdout.splitlines() if re.match(rf"(data parallel|chain), .*{A_STEP}", line)]
+    of_strategy = "|".join(STRATEGIES)
+    rows = [line for line in done.stdout.splitlines() if re.match(rf"({of_strategy}), .*{A_STEP}", line)]
     steps = [re.findall(A_STEP, row) for row in rows]
     assert [len(found) for found in steps[:3]] == [2, 2, 1]
     seconds = [float(value) * (1 if unit == "s" else 1e-3) for _, text in steps[:2] for value, unit in [text.split()]]

@@ -136,11 +136,14 @@ def figures(simulated: SimulatedCandidate) -> tuple[str, ...]:
 
 
 def distinct(result: SearchResult) -> list[SimulatedCandidate]:
-    """The Plans that were simulated, but those that read as one before them."""
-    read: dict[tuple[object, ...], SimulatedCandidate] = {}
+    """The Plans that were simulated, but those that read as one before them; what was measured, in any case."""
+    found, read = list[SimulatedCandidate](), set[tuple[str, ...]]()
     for simulated in result.results:
-        read.setdefault((*figures(simulated), simulated.measured_s), simulated)
-    return list(read.values())
+        words = figures(simulated)
+        if simulated.measured_s is not None or words not in read:
+            found.append(simulated)
+            read.add(words)
+    return found
 
 
 def _ranking(result: SearchResult, with_degrees: bool = True) -> Table:

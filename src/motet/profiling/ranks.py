@@ -25,6 +25,7 @@ from motet.core.arrays import Float64Array
 from motet.cost.profile import LayerTimes, MessageKind, MessageTimes, unshared
 from motet.cost.profiled import message_fit
 from motet.models.block import Block
+from motet.models.families.shaped_layer import ShapedLayer
 from motet.profiling.measure import BOTH, FORWARD, INPUT, WEIGHTS, MeasuredSubject
 from motet.profiling.stopwatch import Stopwatch, kept_calls, time_passes
 from motet.runtime.p2p import Inbox, Lanes
@@ -240,11 +241,13 @@ def measure_shared(
 
 def _obstacle(block: Block) -> str:
     """Why a block cannot be shared here by any number of ranks; "" if it can by some."""
-    if not hasattr(block.inner, "self_attn"):
+    if isinstance(block.inner, ShapedLayer):
         return "its layers are made from sizes alone, of which it is not known how to share them"
     names = {name.rpartition(".")[2] for name, child in block.inner.named_modules() if isinstance(child, nn.Linear)}
-    if unknown := sorted(names - _COLUMNS - _ROWS):
+    if unknown := sorted(names - _COLUMNS - _ROWS - {""}):
         return f"its layers have {', '.join(unknown)}, of which it is not known how to share them"
+    if not hasattr(block.inner, "self_attn"):
+        return "its layers have no self_attn, without which it is not known how to share them"
     head_dim = block.inner.self_attn.head_dim
     for name, child in block.inner.self_attn.named_children():
         if not isinstance(child, nn.Linear) and getattr(child, "weight", torch.empty(0)).numel() > head_dim:

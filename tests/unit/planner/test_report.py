@@ -68,6 +68,8 @@ def test_plans_that_read_alike_are_shown_once():
     twice = replace(result, results=[*result.results, result.results[-1]])
     assert distinct(twice) == distinct(result)
     assert len(set(map(figures, distinct(twice)))) == len(distinct(twice))
+    measured = replace(twice, results=[replace(result.results[0], measured_s=1.0), *twice.results])
+    assert distinct(measured) == [measured.results[0], *distinct(result)[1:]]
     alike = len(twice.results) - len(distinct(twice))
     words = f"{alike} more plan{'s' * (alike > 1)} with the degrees and the figures of one above."
     assert alike and words in remarks(twice)

@@ -7,7 +7,9 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2DecoderLayer
 from transformers.models.phi3.modeling_phi3 import Phi3DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from motet.core.shapes import Transformer
 from motet.models.block import Block
+from motet.models.families.shaped_layer import ShapedLayer
 from motet.profiling.ranks import _obstacle, _remainder
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -30,5 +32,6 @@ def test_what_cannot_be_shared_is_named(config, layer, num_ranks, reason):
 
 
 def test_layers_that_are_made_from_sizes_are_named():
-    """They have no attention module of transformers, whose products could be shared."""
-    assert "made from sizes alone" in _obstacle(Block(nn.Linear(4, 4)))
+    """They have no attention module of transformers, whose products could be shared; nor have layers of one's own."""
+    assert "made from sizes alone" in _obstacle(Block(ShapedLayer(Transformer(8, 16, num_heads=2))))
+    assert "have no self_attn" in _obstacle(Block(nn.Linear(4, 4)))
