@@ -335,6 +335,7 @@ def like_layer(layer: Layer) -> Layer:
         weights=0,
         parameters=0,
         output_width=0,
+        carried_width=0,
         activation_width=0,
         idle_weights=0,
         divided_width=0,

@@ -76,6 +76,7 @@ def test_layers_that_are_like_one_have_its_rows_and_pairs(multiple):
         Layer("embedding", 0, 4000, 64, 64),
         Layer("norm", 0, 64, 64, 64),
         Layer("attention", 9000, 9100, 64, 80, causal),
+        Layer("attention", 9000, 9100, 128, 80, causal, carried_width=64),
         Layer("attention", 90, 91, 8, 9, Attention(8, 4, window=5), continues=True, trainable=False),
         Layer("attention", 90, 91, 8, 9, Attention(8, 4), divisor=2, extra_rows=1, multiple=multiple),
         Layer("queries", 90, 91, 8, 9, Attention(8, 4), item_rows=7),
