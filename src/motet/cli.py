@@ -161,8 +161,8 @@ def train_recipe(
     from motet.train.recipe.reading import of_phases, phase_names
 
     names = phase_names(recipe, overrides or ())
-    _check_readable(plans=plans or ())
     if not names:
+        _check_readable(plans=plans or ())
         from motet.train.recipe.recipe_file import load_recipe
 
         _train(load_recipe(recipe, overrides or ()), recipe, overrides or (), resume, trace, _one_plan(plans, recipe))
@@ -173,6 +173,7 @@ def train_recipe(
             f"{counted_words(len(names), 'time')}, in their order, choose a phase with --set run.phase={names[0]}, or "
             "state `plan` in each [[run.phase]]."
         )
+    _check_readable(plans=plans or ())
     phases = of_phases(overrides or (), names)
     _train_phases(recipe, phases, resume, trace, plans or ())
 

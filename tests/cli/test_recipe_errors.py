@@ -192,7 +192,6 @@ def test_missing_files(job, capsys, monkeypatch):
             "fsdp={ shard_size = 1, reshard_after_forward = false, once_a_step = true }",
             "and gathers nothing; remove it, and once_a_step.",
         ),
-        ("balance.phases=[]", 'phases = [] names none; write phases = "off" to balance nothing.'),
         (
             "balance={ phases = 'off', method = 'joint' }",
             'balance.method = "joint" places whole examples so that all phases are balanced at once: balance.phases',

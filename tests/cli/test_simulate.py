@@ -149,7 +149,7 @@ def test_lack_of_memory_is_predicted(files, simulate):
     code, out, _ = simulate("small.json", "--workload", "lengths.toml")
     assert code == 0
     assert "Out of memory on 6 of 6 ranks: rank" in out and "of unit 'all', needs" in out
-    assert out.endswith("the test has 0.0 GB.")
+    assert out.endswith("the test has 0.05 MB.")
 
 
 def test_a_plan_that_stands_alone_is_simulated_without_torch(files):

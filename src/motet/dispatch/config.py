@@ -43,7 +43,7 @@ class LengthCostConfig(BaseModel):
 class BalanceConfig(BaseModel):
     """Which phases are balanced, by which method, how items reach their ranks, and what an item costs.
 
-    phases:  "off", "backbone", "all", or the names of the phases to balance, at least one.
+    phases:  "off", "backbone", "all", or the names of the phases to balance.
     method:  how the phases are balanced together, if all are balanced. "joint" assigns whole examples to ranks, so that
              no encoder output crosses ranks. "per_phase" assigns the items of each phase independently. "auto" predicts
              for each microbatch which method is fastest, a mix of both included (`motet.balance.choose`). "split" cuts
@@ -99,12 +99,6 @@ class BalanceConfig(BaseModel):
     costs: dict[str, LengthCostConfig] = Field(default_factory=dict)
     policy: StatedPolicy | dict[str, StatedPolicy] = "auto"
     speed: SpeedConfig = SpeedConfig()
-
-    @model_validator(mode="after")
-    def _names_some_phases(self) -> BalanceConfig:
-        if not self.phases:
-            raise ValueError('phases = [] names none; write phases = "off" to balance nothing')
-        return self
 
     @model_validator(mode="after")
     def _defers_what_it_knows(self) -> BalanceConfig:
