@@ -161,19 +161,18 @@ def train_recipe(
     from motet.train.recipe.reading import of_phases, phase_names
 
     names = phase_names(recipe, overrides or ())
-    if not names:
-        _check_readable(plans=plans or ())
-        from motet.train.recipe.recipe_file import load_recipe
-
-        _train(load_recipe(recipe, overrides or ()), recipe, overrides or (), resume, trace, _one_plan(plans, recipe))
-        return
-    if plans and len(plans) != len(names):
+    if names and plans and len(plans) != len(names):
         raise UserError(
             f"{recipe} trains in phases ({', '.join(names)}), and a plan is of one: give --plan "
             f"{counted_words(len(names), 'time')}, in their order, choose a phase with --set run.phase={names[0]}, or "
             "state `plan` in each [[run.phase]]."
         )
     _check_readable(plans=plans or ())
+    if not names:
+        from motet.train.recipe.recipe_file import load_recipe
+
+        _train(load_recipe(recipe, overrides or ()), recipe, overrides or (), resume, trace, _one_plan(plans, recipe))
+        return
     phases = of_phases(overrides or (), names)
     _train_phases(recipe, phases, resume, trace, plans or ())
 

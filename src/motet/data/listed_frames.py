@@ -64,13 +64,8 @@ def listed_frames_at(ref: MediaRef, numbers: Int64Array) -> Iterator[Image.Image
             "the former files back, or delete the index"
         )
     for number in numbers.tolist():
-        try:
-            with _open_frame(paths[number]) as image:
-                frame = eight_bit(upright(image)).convert("RGB")
-        except MemoryError:  # No fault of the file.
-            raise
-        except Exception as error:
-            raise _unusable(number, paths[number], error) from error
+        with _open_frame(number, paths[number]) as image:
+            frame = eight_bit(upright(image)).convert("RGB")
         if frame.size != (header.width, header.height):
             width, height = frame.size
             raise Unusable(
@@ -93,26 +88,24 @@ def _listed(ref: MediaRef) -> tuple[Sequence[str], float]:
 
 
 @contextmanager
-def _open_frame(path: str) -> Iterator[Image.Image]:
-    """As `open_image`. Raises Unusable for an animation, which a list of videos may name, and of which no frame is."""
-    with open_image(MediaRef(IMAGE, path)) as image:
-        if image.format in _ANIMATIONS and getattr(image, "is_animated", False):
-            raise Unusable("is an animation, and a list of images is the frames of one video; save it as a video")
-        yield image
-
-
-def _header(paths: Sequence[str], fps: float) -> VideoHeader:
+def _open_frame(number: int, path: str) -> Iterator[Image.Image]:
+    """As `open_image`. Raises Unusable, which names the frame, for what goes wrong with it, and for an animation, which
+    a list of videos may name, and of which no frame is. MemoryError is no fault of the file.
+    """
     try:
-        with _open_frame(paths[0]) as image:
-            width, height = turned_size(image)
+        with open_image(MediaRef(IMAGE, path)) as image:
+            if image.format in _ANIMATIONS and getattr(image, "is_animated", False):
+                raise Unusable("is an animation, and a list of images is the frames of one video; save it as a video")
+            yield image
     except MemoryError:
         raise
     except Exception as error:
-        raise _unusable(0, paths[0], error) from error
+        raise Unusable(f"its frame {number + 1:,}, {path}, cannot be used: {failure_reason(error)}") from error
+
+
+def _header(paths: Sequence[str], fps: float) -> VideoHeader:
+    with _open_frame(0, paths[0]) as image:
+        width, height = turned_size(image)
     if len(paths) > MAX_FRAMES or max(width, height) > MAX_SIDE:
         raise Unusable(f"has {len(paths):,} frames of {width:,} x {height:,} pixels; scale it down")
     return VideoHeader(len(paths), width, height, Fraction(fps).limit_denominator(_MOST_DENOMINATOR))
-
-
-def _unusable(number: int, path: str, error: Exception) -> Unusable:
-    return Unusable(f"its frame {number + 1:,}, {path}, cannot be used: {failure_reason(error)}")

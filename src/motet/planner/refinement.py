@@ -239,12 +239,11 @@ class Refinement:
         for one in sorted(lacking, key=lambda one: one.prediction.step_s):
             for order in _ORDERS:
                 plan = replace(one.candidate.plan, order=order, microbatch_caps={})
-                if self._allows(plan) and self._spend(_IN_OTHER_ORDERS, one.prediction):
-                    other = self._predicted(one, plan)
-                    if other is not None and is_faster(other.prediction.step_s, fastest_s) and self._fits(other):
-                        found.append(self._named(other))
-                        fastest_s = other.prediction.step_s
-        return [*improved, *found[-1:]]
+                if not self._allows(plan) or not self._spend(_IN_OTHER_ORDERS, one.prediction):
+                    continue
+                if (other := self._faster(one, plan, fastest_s)) is not None:
+                    found, fastest_s = [other], other.prediction.step_s
+        return [*improved, *found]
 
     def _under_caps(self, improved: list[SimulatedCandidate]) -> list[SimulatedCandidate]:
         """The results with the fastest Plan that groups under caps make faster than all of them.
@@ -264,11 +263,16 @@ class Refinement:
             tried.add(kind)
             if _key(grouped) not in self._known and not self._spend(_GROUPED, one.prediction):
                 break
-            other = self._predicted(one, grouped)
-            if other is not None and is_faster(other.prediction.step_s, fastest_s) and self._fits(other):
-                found.append(self._named(other))
-                fastest_s = other.prediction.step_s
-        return [*improved, *found[-1:]]
+            if (other := self._faster(one, grouped, fastest_s)) is not None:
+                found, fastest_s = [other], other.prediction.step_s
+        return [*improved, *found]
+
+    def _faster(self, one: SimulatedCandidate, plan: Plan, fastest_s: float) -> SimulatedCandidate | None:
+        """A Plan that was made of another one, simulated; None if it is not faster than fastest_s, or does not fit."""
+        other = self._predicted(one, plan)
+        if other is None or not is_faster(other.prediction.step_s, fastest_s) or not self._fits(other):
+            return None
+        return self._named(other)
 
     def _named(self, one: SimulatedCandidate) -> SimulatedCandidate:
         """A Plan that was simulated on the way, by its own degrees."""
